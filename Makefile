@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all set-up themselves. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-slow lint check clean
+
+help:            ## list the targets
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## create .venv and install bywash with its pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null \
+	  || { echo "bywash needs Python 3.11 or newer: set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setup: creating $(VENV) and installing (one to three minutes the first time)"
+	@$(PYTHON) -m venv $(VENV) || { echo "setup: 'apt-get install python3-venv' may be missing"; exit 1; }
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup      ## run a MoE model over 4 local processes and check it against one process
+	@echo "demo: a MoE model with its experts spread over 4 local processes"
+	@$(BIN)/bywash run --ranks 4 --check --json out.json
+
+test: setup      ## all tests that CI runs
+	@$(BIN)/python -m pytest -q -m 'not slow'
+
+test-slow: setup ## the long sweeps
+	@$(BIN)/python -m pytest -q -m slow --timeout 3600
+
+lint: setup      ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+clean:           ## remove what setup and the tests made
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out.json

@@ -1,0 +1,164 @@
+"""`bywash run`: a Hugging Face MoE model with its experts spread over ranks."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from bywash.errors import BywashError, ConfigError
+
+if TYPE_CHECKING:
+    from bywash.models.job import JobOptions, RankResult
+
+DEFAULT_PROMPTS = (
+    "The lock keeper opened the gate and",
+    "def fibonacci(n):",
+    "A bywash carries the surplus water",
+    "| token | expert | weight |",
+    "When the reservoir is full,",
+    "import math",
+    "Every barge that came down the canal that winter",
+    "1, 1, 2, 3, 5, 8,",
+)
+
+
+def run(
+    model: str = typer.Option("qwen3-moe-tiny", help="Checkpoint directory (config.json + safetensors) or a preset."),
+    ranks: int | None = typer.Option(None, help="Local processes to start [default: 4; under torchrun its world size]."),
+    prompt: list[str] = typer.Option([], help="Prompt text; repeat for several [default: 8 built-in ones]."),
+    prompt_ids: list[str] = typer.Option([], help="Prompt as token ids, '1,2,3'; repeat for several."),
+    tokens: int = typer.Option(16, help="Tokens to generate for each prompt."),
+    micro_batch: int = typer.Option(2, help="Prompts computed together; results are bitwise the same at equal values."),
+    exchange: str = typer.Option("gloo", help="How rows move between ranks: gloo (local is for one rank)."),
+    combine: str = typer.Option("exact", help="exact: bitwise the same at any number of ranks; fast: fewer bytes."),
+    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    speeds: str = typer.Option("", help="Relative speed of each rank, '2,1,1': experts are shared out in proportion."),
+    check: bool = typer.Option(False, "--check", help="Compare with one process; exit 1 if it differs."),
+    trace: Path | None = typer.Option(None, help="Record the routing to this file (.npz)."),
+    topic: list[str] = typer.Option([], help="Label of each prompt in the trace, in order."),
+    json_file: Path | None = typer.Option(None, "--json", help="Write the results to this file."),
+    deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
+) -> None:
+    """Run a MoE model with its experts spread over processes, and report what moved."""
+    from bywash.launch import run_local, run_under_torchrun, under_torchrun
+
+    asked = {
+        "model": model,
+        "prompt": tuple(prompt or (() if prompt_ids else DEFAULT_PROMPTS)),
+        "prompt_ids": tuple(_numbers(ids, "--prompt-ids") for ids in prompt_ids),
+        "new_tokens": tokens,
+        "micro_batch": micro_batch,
+        "exchange": exchange,
+        "combine": combine,
+        "dtype": dtype,
+        "speeds": _numbers(speeds, "--speeds") if speeds else (),
+        "check": check,
+        "trace": str(trace) if trace else None,
+        "topics": tuple(topic),
+        "json": str(json_file) if json_file else None,
+        "deadline_s": deadline,
+    }
+    _check_asked(asked)
+    if under_torchrun():
+        run_under_torchrun(rank_main, asked, ranks, deadline)
+    else:
+        run_local(rank_main, asked, 4 if ranks is None else ranks, deadline)
+
+
+def rank_main(asked: dict[str, Any], rank: int, ranks: int, store: Any) -> None:
+    """What each rank does; rank 0 also reports. Raises `BywashError`."""
+    from bywash.cli.console import RunConsole
+    from bywash.exchange.group import Group, gather_objects
+    from bywash.models.job import run_job
+
+    options = _job_options(asked)  # before joining: transformers writes presets on rank 0 alone once a group exists
+    group = Group(rank=rank, ranks=ranks, store=store, deadline_s=asked["deadline_s"])
+    try:
+        with RunConsole(quiet=rank != 0) as console:
+            result = run_job(options, group if ranks > 1 else None, console)
+            results = gather_objects(group, result)
+            if results is not None:
+                _report(asked, options, results, console)
+    finally:
+        group.close()
+
+
+def _check_asked(asked: dict[str, Any]) -> None:
+    """What can be refused before anything is started."""
+    from bywash.exchange import COMBINES, EXCHANGES
+
+    choices = {"exchange": EXCHANGES, "combine": COMBINES, "dtype": ("float32", "bfloat16", "float16")}
+    for name, known in choices.items():
+        if asked[name] not in known:
+            raise ConfigError(f"--{name} {asked[name]}: choose one of {', '.join(known)}")
+    for name, flag in (("new_tokens", "--tokens"), ("micro_batch", "--micro-batch")):
+        if asked[name] < 1:
+            raise ConfigError(f"{flag} {asked[name]}: must be at least 1")
+    if asked["deadline_s"] <= 0:
+        raise ConfigError(f"--deadline {asked['deadline_s']}: must be more than 0 seconds")
+    prompts = len(asked["prompt"]) + len(asked["prompt_ids"])
+    if asked["topics"] and len(asked["topics"]) != prompts:
+        raise ConfigError(f"--topic is given {len(asked['topics'])} times for {prompts} prompts: label each or none")
+    for name in ("json", "trace"):
+        if asked[name] and not Path(asked[name]).resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {asked[name]}: its directory does not exist")
+
+
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: must be whole numbers with commas, for example 3,1,4") from None
+
+
+def _job_options(asked: dict[str, Any]) -> "JobOptions":
+    """Resolve names, tokenise, check against the model."""
+    from bywash.models.job import JobOptions
+    from bywash.models.loader import read_config
+    from bywash.models.presets import PRESETS, preset_directory
+    from bywash.models.text import check_ids, text_for
+
+    name = asked["model"]
+    directory = preset_directory(name) if name in PRESETS else Path(name).resolve()
+    config = read_config(directory)
+    prompts = list(asked["prompt_ids"])
+    if asked["prompt"]:
+        text = text_for(directory, config.vocab_size)
+        prompts = [tuple(text.encode(p)) for p in asked["prompt"]] + prompts
+    check_ids(prompts, config.vocab_size)
+    stop = config.eos_token_id
+    same = ("new_tokens", "micro_batch", "exchange", "combine", "dtype", "speeds", "deadline_s", "check", "topics")
+    return JobOptions(
+        directory=str(directory),
+        prompts=tuple(prompts),
+        stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
+        trace=asked["trace"] is not None,
+        **{field: asked[field] for field in same},
+    )
+
+
+def _report(asked: dict[str, Any], options: "JobOptions", results: list["RankResult"], console: Any) -> None:
+    """Rank 0: check, write the files, print the summary; raise if the check failed."""
+    from bywash.cli.summary import print_summary, result_json
+    from bywash.models.check import check_run
+    from bywash.routing import merge_traces
+
+    tokens = {p: ids for r in results for p, ids in r.generation.tokens.items()}
+    report = None
+    if options.check:
+        console.phase("checking against one process and against transformers")
+        logits = {p: part for r in results for p, part in r.generation.prefill_logits.items()}
+        report = check_run(options, tokens, logits, sum(r.router_mismatches or 0 for r in results))
+    console.close()
+    traces = [r.trace for r in results if r.trace is not None]
+    if asked["trace"]:
+        merge_traces(traces).save(asked["trace"])
+    outcome = result_json(asked["model"], options, results, tokens, report)
+    if asked["json"]:
+        Path(asked["json"]).write_text(json.dumps(outcome, indent=2) + "\n")
+    print_summary(options, results, tokens, outcome)
+    failures = report.failures(options.combine) if report else []
+    if failures:
+        raise BywashError("the check failed: " + "; ".join(failures))
+

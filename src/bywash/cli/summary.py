@@ -1,0 +1,137 @@
+"""The outcome of a run, as JSON for programs and as a table for an operator. Pure: it reads results, moves nothing."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bywash.models.check import CheckReport
+from bywash.models.job import JobOptions, RankResult
+from bywash.models.loader import read_config
+from bywash.models.text import text_for
+
+_SHOWN_PROMPTS = 3
+
+
+def result_json(
+    model: str,
+    options: JobOptions,
+    results: list[RankResult],
+    tokens: dict[int, list[int]],
+    report: CheckReport | None,
+) -> dict[str, Any]:
+    """The `--json` document. Sums are over ranks; times are the slowest rank's, in seconds."""
+    prefill, decode = max(r.prefill_s for r in results), max(r.decode_s for r in results)
+    generated = sum(len(ids) for ids in tokens.values())
+    first_tokens = len(tokens)
+    rows_LR = results[0].rows_LR
+    per_layer = rows_LR.max(axis=1) / np.maximum(rows_LR.mean(axis=1), 1e-9)
+    out: dict[str, Any] = {
+        "model": model,
+        "ranks": len(results),
+        "exchange": options.exchange if len(results) > 1 else "local",
+        "combine": options.combine,
+        "dtype": options.dtype,
+        "prompts": len(options.prompts),
+        "prompt_tokens": sum(len(p) for p in options.prompts),
+        "generated_tokens": generated,
+        "rows_sent": sum(r.traffic.rows_sent for r in results),
+        "rows_returned": sum(r.traffic.rows_returned for r in results),
+        "wire_bytes": sum(r.traffic.wire_bytes for r in results),
+        "logical_bytes": sum(r.traffic.logical_bytes for r in results),
+        "imbalance_max_over_mean": round(float(per_layer.mean()), 4),
+        "imbalance_worst_layer": round(float(per_layer.max()), 4),
+        "rows_per_layer_and_rank": rows_LR.tolist(),
+        "experts_per_rank": [r.experts for r in results],
+        "weight_bytes_read_per_rank": [r.bytes_read for r in results],
+        "load_s": round(max(r.load_s for r in results), 4),
+        "prefill_s": round(prefill, 4),
+        "decode_s": round(decode, 4),
+        "tokens_per_s": round(generated / max(prefill + decode, 1e-9), 2),
+        "decode_tokens_per_s": round((generated - first_tokens) / decode, 2) if decode > 0 else None,
+        "tokens": [tokens[p] for p in sorted(tokens)],
+    }
+    if report is not None:
+        out |= asdict(report)
+    return out
+
+
+def print_summary(
+    options: JobOptions, results: list[RankResult], tokens: dict[int, list[int]], outcome: dict[str, Any]
+) -> None:
+    """Print what an operator asks first: does it agree, who did how much, what moved, how fast."""
+    console = Console()
+    console.print(
+        f"[bold]{escape(str(outcome['model']))}[/bold] on {outcome['ranks']} ranks, exchange {outcome['exchange']}, "
+        f"combine {outcome['combine']}, {outcome['dtype']} (CPU processes of one machine share its cores)"
+    )
+    console.print(_ranks_table(results))
+    console.print(_traffic_line(outcome))
+    console.print(
+        f"speed: {outcome['tokens_per_s']:g} tokens/s generated; prefill {outcome['prefill_s']:.2f} s, decode "
+        f"{outcome['decode_s']:.2f} s, loading {outcome['load_s']:.2f} s"
+    )
+    if "tokens_identical" in outcome:
+        console.print(_check_table(outcome))
+    _print_text(console, options, tokens)
+
+
+def _ranks_table(results: list[RankResult]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("rank", "experts", "weights read MB", "expert rows", "rows sent", "wire MB"):
+        table.add_column(name, justify="right")
+    rows_R = results[0].rows_LR.sum(axis=0)
+    for rank, result in enumerate(results):
+        table.add_row(
+            str(rank),
+            str(result.experts),
+            f"{result.bytes_read / 1e6:.2f}",
+            f"{int(rows_R[rank]):,}",
+            f"{result.traffic.rows_sent:,}",
+            f"{result.traffic.wire_bytes / 1e6:.3f}",
+        )
+    return table
+
+
+def _traffic_line(outcome: dict[str, Any]) -> str:
+    return (
+        f"moved: {outcome['rows_sent']:,} rows out, {outcome['wire_bytes'] / 1e6:.3f} MB on the wire for "
+        f"{outcome['logical_bytes'] / 1e6:.3f} MB of (token, expert) rows out and back; expert rows per rank, max/mean: "
+        f"{outcome['imbalance_max_over_mean']:.3f} (worst layer {outcome['imbalance_worst_layer']:.3f})"
+    )
+
+
+def _check_table(outcome: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    answers = [
+        ("generated ids equal one process", outcome["tokens_identical"]),
+        ("prefill logits bitwise those of one rank", outcome["logits_identical"]),
+        ("generated ids equal transformers", outcome["tokens_identical_transformers"]),
+        ("routing equals the model's own router", outcome["router_identical"]),
+    ]
+    for question, answer in answers:
+        table.add_row(question, "[green]yes[/green]" if answer else "[red]no[/red]")
+    table.add_row(
+        "largest logit difference to transformers",
+        f"{outcome['max_abs_logit_diff']:.2g} (largest logit {outcome['max_abs_logit']:.3g}; accepted "
+        f"{outcome['tolerance']:.2g})",
+    )
+    table.add_row("sha256 of the prefill logits", outcome["logits_sha256"][:16] + "...")
+    return table
+
+
+def _print_text(console: Console, options: JobOptions, tokens: dict[int, list[int]]) -> None:
+    directory = Path(options.directory)
+    vocab = read_config(directory).vocab_size
+    if vocab < 256:
+        return
+    text = text_for(directory, vocab)
+    for number in sorted(tokens)[:_SHOWN_PROMPTS]:
+        prompt = text.decode(options.prompts[number])
+        console.print(f"[dim]{escape(repr(prompt))}[/dim] {escape(repr(text.decode(tokens[number])))}", soft_wrap=True)
+    if len(tokens) > _SHOWN_PROMPTS:
+        console.print(f"[dim]... and {len(tokens) - _SHOWN_PROMPTS} more prompts (--json has all)[/dim]")

@@ -1,0 +1,147 @@
+"""`Exchange`: one step of dispatch and combine, whatever carries the bytes.
+
+Shapes: T tokens of this rank, K experts per token, D hidden size, R ranks, E experts, N rows received here,
+M outputs computed here (one per (row, expert) pair whose expert runs here).
+
+An exchange moves what it is told to move and decides nothing: the plan says which rank computes which expert.
+Each half can be started and finished apart, so that other work runs in between:
+
+    handle = exchange.dispatch_start(x_TD, routing, plan)
+    received = exchange.dispatch_finish(handle)         # rows to compute on
+    exchange.combine_start(handle, y_MD)                # one output per received (row, expert) pair
+    out_TD = exchange.combine_finish(handle)
+
+`ExpertParallel` is the ordinary caller; the halves are public for engines that order them differently.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bywash.balance import StepPlan
+from bywash.errors import ConfigError
+from bywash.exchange.names import COMBINES, Combine
+from bywash.routing import Routing
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What arrived for this rank's experts, rows in the order of (source rank, token).
+
+    Attributes:
+        rows_ND: [N, D] in the model's dtype, each token once however many local experts it goes to.
+        ids_NK: int64 [N, K], the expert where the pair is computed here, -1 elsewhere.
+        weights_NK: float32 [N, K], gate weights; they count only where ids_NK >= 0.
+        rows_from_R: N split by source rank.
+    """
+
+    rows_ND: Tensor
+    ids_NK: Tensor
+    weights_NK: Tensor
+    rows_from_R: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """Bytes and rows this rank has sent since the exchange was opened; sums over ranks give the job's total.
+
+    Attributes:
+        steps: dispatches finished.
+        rows_sent: rows dispatched to *other* ranks, each token once per destination.
+        rows_returned: rows sent back to other ranks by combine.
+        wire_bytes: everything sent to other ranks: rows, index, weights, counts, headers.
+        logical_bytes: bytes of one hidden row per (token, expert) pair, out and back, rank-local ones included:
+            what an exchange without deduplication would be asked to carry.
+    """
+
+    steps: int = 0
+    rows_sent: int = 0
+    rows_returned: int = 0
+    wire_bytes: int = 0
+    logical_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Handle:
+    """One step in flight, from `dispatch_start` to `combine_finish`. Opaque to callers.
+
+    Attributes:
+        routing: the step's routing on this rank.
+        plan: the plan that all ranks agreed on.
+        stage: which call comes next; calling out of order raises.
+        state: private to the exchange that made the handle.
+    """
+
+    routing: Routing
+    plan: StepPlan
+    stage: str = "dispatch_finish"
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def advance(self, expected: str, following: str) -> None:
+        """Check that `expected` is the call whose turn it is, then make it `following`'s turn."""
+        if self.stage != expected:
+            raise ConfigError(f"exchange: {expected} was called where {self.stage} is next for this handle")
+        self.stage = following
+
+
+class Exchange(ABC):
+    """One rank's end of the exchange. Every rank of the group makes the same calls in the same order.
+
+    Attributes:
+        rank, ranks: this process and how many there are.
+        combine_mode: `exact` (all k outputs travel; summed at the source in k order in float32: bitwise the
+            same for any number of ranks and any placement) or `fast` (summed per computing rank first).
+        traffic: what this rank has sent so far.
+    """
+
+    name: str
+
+    def __init__(self, *, rank: int, ranks: int, combine_mode: Combine) -> None:
+        if combine_mode not in COMBINES:
+            raise ConfigError(f"combine = {combine_mode!r}: choose one of {', '.join(COMBINES)}")
+        self.rank, self.ranks, self.combine_mode = rank, ranks, combine_mode
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Gather every rank's rows per expert: int32 [E] to int32 [R, E], the same on all ranks."""
+
+    @abstractmethod
+    def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
+        """Check that all ranks hold `plan`, then begin sending each token once to each rank that needs it.
+
+        Raises:
+            PlanMismatchError: another rank planned differently; no row has been read.
+            RankLostError: a rank died or was later than the deadline.
+        """
+
+    @abstractmethod
+    def dispatch_finish(self, handle: Handle) -> Received:
+        """Wait for the rows of all ranks."""
+
+    @abstractmethod
+    def combine_start(self, handle: Handle, y_MD: Tensor) -> None:
+        """Begin returning outputs: `y_MD` has one row per pair with ids_NK >= 0, row by row in k order."""
+
+    @abstractmethod
+    def combine_finish(self, handle: Handle) -> Tensor:
+        """Wait, and return [T, D]: each token's weighted sum over its experts, in the dtype of x_TD."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Safe to call twice, and after an error."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> tuple[Received, Handle]:
+        """Both halves of dispatch at once."""
+        handle = self.dispatch_start(x_TD, routing, plan)
+        return self.dispatch_finish(handle), handle
+
+    def combine(self, handle: Handle, y_MD: Tensor) -> Tensor:
+        """Both halves of combine at once."""
+        self.combine_start(handle, y_MD)
+        return self.combine_finish(handle)

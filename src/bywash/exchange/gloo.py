@@ -1,0 +1,177 @@
+"""`gloo`: the exchange between CPU processes over sockets, through torch.distributed.
+
+The portable path, and the baseline that the shared-memory exchange is measured against. Each step makes one small
+exchange of sizes and plan digests, checked before rows are read, then one message of rows with their index and
+weights, and one message back.
+
+Shapes: T tokens, K experts per token, D hidden, R ranks, N rows received, M pairs computed here.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bywash.balance import StepPlan
+from bywash.errors import PlanMismatchError
+from bywash.exchange.base import Exchange, Handle, Received
+from bywash.exchange.group import Group
+from bywash.exchange.names import Combine
+from bywash.exchange.rows import SendList, pairs_per_rank, send_lists, weighted_sum
+from bywash.routing import Routing
+
+
+class GlooExchange(Exchange):
+    """Deduplicated rows by `all_to_all_single`, one destination's rows, ids and weights in one message."""
+
+    name = "gloo"
+
+    def __init__(self, group: Group, *, combine_mode: Combine = "exact") -> None:
+        super().__init__(rank=group.rank, ranks=group.ranks, combine_mode=combine_mode)
+        self.group = group
+
+    def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
+        """See `Exchange.counts`."""
+        gathered = torch.empty(self.ranks, counts_E.size, dtype=torch.int32)
+        with self.group.blame("gathering counts"):
+            dist.all_gather(list(gathered.unbind(0)), torch.from_numpy(counts_E))
+        self.traffic.wire_bytes += (self.ranks - 1) * counts_E.nbytes
+        return gathered.numpy()
+
+    def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
+        """See `Exchange.dispatch_start`."""
+        handle = Handle(routing=routing, plan=plan)
+        lists = send_lists(routing, plan)
+        send_rows = [sent.tokens_N.numel() for sent in lists]
+        recv_rows = self._agree_on_sizes(send_rows, plan)
+        record = _record_bytes(x_TD, routing.top_k)
+        send = torch.cat([_pack(x_TD, sent) for sent in lists])
+        recv = torch.empty(sum(recv_rows), record, dtype=torch.uint8)
+        handle.state.update(x_TD=x_TD, lists=lists, recv=recv, recv_rows=recv_rows)
+        with self.group.blame("dispatching rows"):
+            handle.state["work"] = dist.all_to_all_single(recv, send, recv_rows, send_rows, async_op=True)
+        handle.state["send"] = send  # gloo reads it until the work is done
+        self._count_dispatch(send_rows, record, pairs_per_rank(lists), x_TD)
+        return handle
+
+    def dispatch_finish(self, handle: Handle) -> Received:
+        """See `Exchange.dispatch_finish`."""
+        handle.advance("dispatch_finish", "combine_start")
+        self._wait(handle, "waiting for dispatched rows")
+        x_TD = handle.state["x_TD"]
+        received = _unpack(handle.state.pop("recv"), x_TD, handle.routing.top_k, handle.state["recv_rows"])
+        handle.state["received"] = received
+        self.traffic.steps += 1
+        return received
+
+    def combine_start(self, handle: Handle, y_MD: Tensor) -> None:
+        """See `Exchange.combine_start`."""
+        handle.advance("combine_start", "combine_finish")
+        received: Received = handle.state["received"]
+        lists: list[SendList] = handle.state["lists"]
+        if self.combine_mode == "exact":
+            pairs_N = (received.ids_NK >= 0).sum(dim=1)
+            send_rows = [int(part.sum()) for part in pairs_N.split(received.rows_from_R)]
+            recv_rows = pairs_per_rank(lists)
+            send = y_MD
+        else:
+            send_rows = received.rows_from_R
+            recv_rows = [sent.tokens_N.numel() for sent in lists]
+            send = weighted_sum(y_MD, received.ids_NK, received.weights_NK)
+        row_bytes = send.shape[1] * send.element_size()
+        recv = torch.empty(sum(recv_rows), row_bytes, dtype=torch.uint8)
+        handle.state.update(recv=recv, recv_rows=recv_rows, send=send)
+        with self.group.blame("returning outputs"):
+            handle.state["work"] = dist.all_to_all_single(
+                recv, _as_bytes(send), recv_rows, send_rows, async_op=True
+            )
+        returned = sum(send_rows) - send_rows[self.rank]
+        self.traffic.rows_returned += returned
+        self.traffic.wire_bytes += returned * row_bytes
+
+    def combine_finish(self, handle: Handle) -> Tensor:
+        """See `Exchange.combine_finish`."""
+        handle.advance("combine_finish", "done")
+        self._wait(handle, "waiting for outputs")
+        x_TD, lists = handle.state["x_TD"], handle.state["lists"]
+        y = handle.state["recv"].view(x_TD.dtype).view(-1, x_TD.shape[1])
+        parts = y.split(handle.state["recv_rows"])
+        out = _sum_exact(parts, lists, handle.routing) if self.combine_mode == "exact" else _sum_fast(parts, lists, x_TD)
+        handle.state.clear()
+        return out
+
+    def close(self) -> None:
+        """See `Exchange.close`. The group belongs to the caller and stays open."""
+
+    def _agree_on_sizes(self, send_rows: list[int], plan: StepPlan) -> list[int]:
+        """Tell each rank how many rows it will get, and under which plan; return what this one gets."""
+        send = torch.tensor([[rows, plan.digest] for rows in send_rows], dtype=torch.int64)
+        recv = torch.empty_like(send)
+        with self.group.blame("agreeing on the plan"):
+            dist.all_to_all_single(recv, send)
+        self.traffic.wire_bytes += (self.ranks - 1) * 16
+        odd = [r for r in range(self.ranks) if int(recv[r, 1]) != plan.digest]
+        if odd:
+            raise PlanMismatchError(
+                f"rank {odd[0]} planned this step differently (digest {int(recv[odd[0], 1]):#010x}, rank {self.rank} "
+                f"has {plan.digest:#010x}); no row was read. All ranks must run the same bywash with the same options",
+                odd,
+            )
+        return [int(rows) for rows in recv[:, 0]]
+
+    def _wait(self, handle: Handle, during: str) -> None:
+        with self.group.blame(during):
+            handle.state.pop("work").wait()
+        handle.state.pop("send")
+
+    def _count_dispatch(self, send_rows: list[int], record: int, pairs: list[int], x_TD: Tensor) -> None:
+        remote = sum(send_rows) - send_rows[self.rank]
+        self.traffic.rows_sent += remote
+        self.traffic.wire_bytes += remote * record
+        self.traffic.logical_bytes += 2 * sum(pairs) * x_TD.shape[1] * x_TD.element_size()
+
+
+def _record_bytes(x_TD: Tensor, top_k: int) -> int:
+    """One row on the wire: hidden vector, K int32 ids, K float32 weights."""
+    return x_TD.shape[1] * x_TD.element_size() + 8 * top_k
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8).view(rows.shape[0], rows.shape[1] * rows.element_size())
+
+
+def _pack(x_TD: Tensor, sent: SendList) -> Tensor:
+    parts: tuple[Any, ...] = (x_TD[sent.tokens_N], sent.ids_NK.to(torch.int32), sent.weights_NK)
+    return torch.cat([_as_bytes(part) for part in parts], dim=1)
+
+
+def _unpack(recv: Tensor, x_TD: Tensor, top_k: int, rows_from_R: list[int]) -> Received:
+    row_bytes = x_TD.shape[1] * x_TD.element_size()
+    rows, ids, weights = (part.contiguous() for part in recv.split([row_bytes, 4 * top_k, 4 * top_k], dim=1))
+    return Received(
+        rows_ND=rows.view(x_TD.dtype),
+        ids_NK=ids.view(torch.int32).long(),
+        weights_NK=weights.view(torch.float32),
+        rows_from_R=rows_from_R,
+    )
+
+
+def _sum_exact(parts: tuple[Tensor, ...], lists: list[SendList], routing: Routing) -> Tensor:
+    """Put every (token, k) output in its place, then sum in k order, wherever it was computed."""
+    valid_TK = routing.ids_TK >= 0
+    position_TK = (valid_TK.reshape(-1).cumsum(0) - 1).view_as(valid_TK)
+    y_MD = torch.empty(sum(p.shape[0] for p in parts), parts[0].shape[1], dtype=parts[0].dtype)
+    for part, sent in zip(parts, lists, strict=True):
+        y_MD[position_TK[sent.tokens_N][sent.ids_NK >= 0]] = part
+    return weighted_sum(y_MD, routing.ids_TK, routing.weights_TK)
+
+
+def _sum_fast(parts: tuple[Tensor, ...], lists: list[SendList], x_TD: Tensor) -> Tensor:
+    """Add each rank's partial sums, in rank order, in float32."""
+    total = torch.zeros(x_TD.shape, dtype=torch.float32)
+    for part, sent in zip(parts, lists, strict=True):
+        total[sent.tokens_N] += part.float()
+    return total.to(x_TD.dtype)

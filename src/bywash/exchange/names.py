@@ -1,0 +1,9 @@
+"""The names and defaults that a user may choose, in one place for the package and the command line."""
+
+from typing import Literal
+
+Combine = Literal["exact", "fast"]
+COMBINES: tuple[Combine, ...] = ("exact", "fast")
+EXCHANGES = ("local", "gloo")
+DEADLINE_S = 60.0
+"""Default for every wait on other ranks: far above any step, short enough that an operator sees the error."""

@@ -1,0 +1,67 @@
+"""Pure arithmetic on rows that every CPU exchange shares: deduplicate, pair up, sum.
+
+Shapes: T tokens, K experts per token, D hidden, R ranks, N rows, M (row, expert) pairs.
+Knows nothing of processes or transports.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bywash.balance import StepPlan
+from bywash.routing import Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendList:
+    """Which tokens go to one rank, and which of their experts run there.
+
+    Attributes:
+        tokens_N: int64 [N], ascending; each token once.
+        ids_NK: int64 [N, K], the expert where that rank computes the pair, -1 elsewhere.
+        weights_NK: float32 [N, K].
+    """
+
+    tokens_N: Tensor
+    ids_NK: Tensor
+    weights_NK: Tensor
+
+
+def send_lists(routing: Routing, plan: StepPlan) -> list[SendList]:
+    """One deduplicated `SendList` for each rank, from the plan's rank of every expert.
+
+    Example: ids_TK = [[0, 1], [1, 2]] with rank_E = [0, 0, 1] sends tokens [0, 1] to rank 0 with
+    ids [[0, 1], [1, -1]], and token [1] to rank 1 with ids [[-1, 2]].
+    """
+    ids = routing.ids_TK
+    rank_E = torch.from_numpy(plan.rank_E).long()
+    rank_TK = torch.where(ids >= 0, rank_E[ids.clamp(min=0)], -1)
+    lists = []
+    for rank in range(plan.rows_R.size):
+        here_TK = rank_TK == rank
+        tokens = here_TK.any(dim=1).nonzero().squeeze(1)
+        ids_NK = torch.where(here_TK, ids, -1)[tokens]
+        lists.append(SendList(tokens_N=tokens, ids_NK=ids_NK, weights_NK=routing.weights_TK[tokens]))
+    return lists
+
+
+def weighted_sum(y_MD: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """Sum each row's outputs with their weights, in k order, in float32: [M, D] to [N, D] of y's dtype.
+
+    `y_MD` has one row per pair with ids_NK >= 0, in row-major order. The order of the additions depends on
+    nothing but k, which is what makes `exact` bitwise the same for any number of ranks.
+    """
+    valid_NK = ids_NK >= 0
+    position_NK = (valid_NK.reshape(-1).cumsum(0) - 1).view_as(ids_NK)
+    total = torch.zeros(ids_NK.shape[0], y_MD.shape[1], dtype=torch.float32)
+    for k in range(ids_NK.shape[1]):
+        rows = valid_NK[:, k].nonzero().squeeze(1)
+        y = y_MD[position_NK[rows, k]].float()
+        total[rows] += y * weights_NK[rows, k, None]
+    return total.to(y_MD.dtype)
+
+
+def pairs_per_rank(lists: list[SendList]) -> list[int]:
+    """How many (token, expert) pairs each rank computes for this one."""
+    return [int((sent.ids_NK >= 0).sum()) for sent in lists]

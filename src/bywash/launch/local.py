@@ -1,0 +1,124 @@
+"""Ranks as processes of this machine, for laptops, tests and CI; on a cluster torchrun starts them instead.
+
+The parent holds the rendezvous store and reports errors; it moves no data. Ranks find lost peers themselves, so the
+parent only sweeps up: it ends ranks that others have named, and no rank outlives it.
+"""
+
+import ctypes
+import multiprocessing
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from bywash.errors import BywashError, ConfigError, ExchangeError, RankLostError
+
+RankMain = Callable[[Any, int, int, Any], None]
+"""(payload, rank, ranks, store) -> None; must be importable by name."""
+
+MAX_LOCAL_RANKS = 64
+_PRELOAD = ["torch", "torch.distributed", "bywash.exchange", "bywash.models.loader", "bywash.models.generate"]
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """How one rank ended, as it says itself."""
+
+    rank: int
+    error: BywashError | None
+    crash: str | None = None
+
+
+def run_local(main: RankMain, payload: Any, ranks: int, deadline_s: float) -> None:
+    """Run `main` on `ranks` local processes and wait for all of them.
+
+    Raises:
+        ConfigError: `ranks` is not between 1 and 64.
+        BywashError: what the ranks reported; where several did, the cause rather than its echoes.
+    """
+    if not 1 <= ranks <= MAX_LOCAL_RANKS:
+        raise ConfigError(f"--ranks {ranks}: choose 1 to {MAX_LOCAL_RANKS} local processes")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(main, payload, rank, ranks, store.port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        _raise_worst(_await(processes, pipes, deadline_s))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _await(processes: list[BaseProcess], pipes: list[Connection], deadline_s: float) -> list[_Report]:
+    """Collect every rank's report; after the first failure give the others one deadline to find out themselves."""
+    reports: dict[int, _Report] = {}
+    waiting = dict(enumerate(pipes))
+    end: float | None = None
+    while waiting and (end is None or time.monotonic() < end):
+        for pipe in wait(list(waiting.values()), timeout=0.2):
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            del waiting[rank]
+            reports[rank] = _read(rank, processes[rank], pipes[rank])
+            if reports[rank].error is not None or reports[rank].crash:
+                end = end or time.monotonic() + deadline_s + 2.0
+        named = {r for report in reports.values() if isinstance(report.error, ExchangeError) for r in report.error.ranks}
+        if named and set(waiting) <= named:
+            break  # everyone else has ended; those left are the ones that do not answer
+    return [reports[rank] for rank in sorted(reports)]
+
+
+def _read(rank: int, process: BaseProcess, pipe: Connection) -> _Report:
+    try:
+        report = pipe.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return _Report(rank, RankLostError(f"rank {rank} (pid {process.pid}) {how}", [rank]))
+    assert isinstance(report, _Report)
+    return report
+
+
+def _raise_worst(reports: list[_Report]) -> None:
+    """Raise the cause: a crash or a rank's own error before what others saw of it."""
+    for report in reports:
+        if report.crash:
+            raise RuntimeError(f"rank {report.rank} crashed; this is a bug in bywash:\n{report.crash}")
+    errors = [report.error for report in reports if report.error is not None]
+    own = [error for error in errors if not isinstance(error, RankLostError)]
+    seen_by_others = [error for error in errors if isinstance(error, RankLostError)]
+    if own:
+        raise own[0]
+    if seen_by_others:
+        # A survivor's account says where it was; the parent's own says how the rank ended. Print both, once each.
+        raise RankLostError("\n".join(dict.fromkeys(str(e) for e in seen_by_others)), seen_by_others[0].ranks)
+
+
+def _child(main: RankMain, payload: Any, rank: int, ranks: int, port: int, pipe: Connection) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    import torch.distributed as dist
+
+    try:
+        main(payload, rank, ranks, dist.TCPStore("127.0.0.1", port, is_master=False))
+        pipe.send(_Report(rank, None))
+    except BywashError as error:
+        pipe.send(_Report(rank, error))
+    except Exception:
+        pipe.send(_Report(rank, None, traceback.format_exc()))

@@ -1,0 +1,223 @@
+"""One rank's part of `bywash run`: join, agree, load, generate, report to rank 0.
+
+The same function runs in local processes, under torchrun and, with one rank, in the checks of `check.py`.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import bywash
+from bywash.balance import Placement
+from bywash.errors import ConfigError
+from bywash.exchange import Exchange, Group, Traffic, open_exchange
+from bywash.models.checkpoint import weight_files
+from bywash.models.families import family_of
+from bywash.models.generate import Generation, Observer, generate, make_micro_batches
+from bywash.models.loader import DTYPES, gated_experts, load_model, read_config
+from bywash.models.stages import LanguageModel, MicroBatch
+from bywash.moe import ExpertParallel
+from bywash.routing import DECODE, PREFILL, Routing, RoutingTrace, TraceRecorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What all ranks must agree on. Paths are resolved, prompts are token ids."""
+
+    directory: str
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+    micro_batch: int
+    exchange: str
+    combine: str
+    dtype: str
+    speeds: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    deadline_s: float
+    check: bool
+    trace: bool
+    topics: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class RankResult:
+    """What a rank reports to rank 0 when it has finished.
+
+    Attributes:
+        generation: its prompts' tokens and, in a check, prefill logits.
+        traffic: what it sent.
+        rows_LR: int64 [MoE layers, R], expert rows of each rank summed over steps (equal on all ranks).
+        experts: how many experts it owns.
+        bytes_read: bytes of weights it read from disk.
+        load_s, prefill_s, decode_s: wall time of each phase, seconds.
+        router_mismatches: tokens for which our gate differed from the model's router; None if not checked.
+        trace: its share of the routing trace, if asked for.
+    """
+
+    generation: Generation
+    traffic: Traffic
+    rows_LR: np.ndarray
+    experts: int
+    bytes_read: int
+    load_s: float
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    router_mismatches: int | None = None
+    trace: RoutingTrace | None = None
+
+
+def run_job(options: JobOptions, group: Group | None, watch: "Watch | None" = None) -> RankResult:
+    """Load this rank's share of the model and generate. `group` is None for a single process.
+
+    Raises:
+        BywashError: see its subclasses; every rank raises, each saying what it knows.
+    """
+    torch.set_num_threads(1)  # one thread everywhere is part of what makes logits bitwise the same
+    watch = watch or Watch()
+    rank, ranks = (group.rank, group.ranks) if group else (0, 1)
+    directory = Path(options.directory)
+    config = read_config(directory)
+    if group:
+        group.agree(**_facts(options, directory))
+    start = time.monotonic()
+    watch.phase("loading weights")
+    placement = _placement(options, family_of(config, options.directory).num_experts(config), ranks)
+    mine = placement.experts_of(rank)
+    model, bytes_read = load_model(directory, mine, DTYPES[options.dtype])
+    stages = LanguageModel(model, options.directory)
+    load_s = time.monotonic() - start
+    exchange = open_exchange(options.exchange if ranks > 1 else "local", group, combine_mode=options.combine)  # type: ignore[arg-type]
+    try:
+        result = _generate(options, stages, exchange, placement, watch)
+    finally:
+        exchange.close()
+    result.experts, result.bytes_read, result.load_s = len(mine), bytes_read, load_s
+    return result
+
+
+class Watch:
+    """Progress of a run; the command line draws it. The default is silent."""
+
+    def phase(self, name: str) -> None:
+        """A phase begins."""
+
+    def step(self, done: int, total: int) -> None:
+        """`done` of `total` generation steps are over."""
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Times the steps, sums the rows, feeds the trace."""
+
+    options: JobOptions
+    layer_row: dict[int, int]
+    ranks: int
+    watch: Watch
+    recorder: TraceRecorder | None
+    began: list[float] = field(default_factory=list)
+    rows_LR: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows_LR = np.zeros((len(self.layer_row), self.ranks), dtype=np.int64)
+
+    def on_step(self, step: int, batches: Sequence[MicroBatch]) -> None:
+        self.began.append(time.monotonic())
+        self.watch.step(step, self.options.new_tokens)
+        if self.recorder is not None:
+            self.recorder.begin_step(*_token_places(step, batches))
+
+    def on_layer(self, layer: int, routing: Routing, experts: ExpertParallel) -> None:
+        assert experts.plan is not None
+        self.rows_LR[self.layer_row[layer]] += experts.plan.rows_R
+        if self.recorder is not None:
+            self.recorder.add(layer, routing.ids_TK, routing.weights_TK)
+
+
+def _generate(
+    options: JobOptions, stages: LanguageModel, exchange: Exchange, placement: Placement, watch: Watch
+) -> RankResult:
+    layers = [layer.index for layer in stages.moe_layers]
+    recorder = _recorder(options, stages, layers) if options.trace else None
+    experts = {
+        layer.index: ExpertParallel(
+            exchange=exchange, placement=placement, experts=gated_experts(layer.experts_module)
+        )
+        for layer in stages.moe_layers
+    }
+    meter = _Meter(options, {layer: i for i, layer in enumerate(layers)}, exchange.ranks, watch, recorder)
+    watch.phase("generating")
+    generation = generate(
+        stages,
+        experts,
+        make_micro_batches(options.prompts, options.micro_batch, exchange.rank, exchange.ranks),
+        new_tokens=options.new_tokens,
+        stop_ids=frozenset(options.stop_ids),
+        keep_logits=options.check,
+        check_router=options.check,
+        observer=Observer(on_step=meter.on_step, on_layer=meter.on_layer),
+    )
+    ends = [*meter.began[1:], time.monotonic()]
+    watch.step(options.new_tokens, options.new_tokens)
+    return RankResult(
+        generation=generation,
+        traffic=exchange.traffic,
+        rows_LR=meter.rows_LR,
+        experts=0,
+        bytes_read=0,
+        load_s=0.0,
+        prefill_s=ends[0] - meter.began[0],
+        decode_s=ends[-1] - ends[0],
+        router_mismatches=sum(layer.router_mismatches or 0 for layer in stages.moe_layers) if options.check else None,
+        trace=recorder.finish() if recorder else None,
+    )
+
+
+def _recorder(options: JobOptions, stages: LanguageModel, layers: list[int]) -> TraceRecorder:
+    return TraceRecorder(
+        layers=layers,
+        num_experts=stages.num_experts,
+        top_k=stages.top_k,
+        keep_weights=True,
+        model=Path(options.directory).name,
+        topics=options.topics,
+    )
+
+
+def _placement(options: JobOptions, num_experts: int, ranks: int) -> Placement:
+    if not options.speeds:
+        return Placement.equal(num_experts, ranks)
+    if len(options.speeds) != ranks:
+        raise ConfigError(f"--speeds names {len(options.speeds)} ranks, the job has {ranks}")
+    return Placement.weighted(num_experts, options.speeds)
+
+
+def _facts(options: JobOptions, directory: Path) -> dict[str, Any]:
+    """What must be equal on all ranks, under names an operator knows."""
+    facts = {f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()}
+    facts["--model"] = facts.pop("--directory")
+    # Every rank may keep its own copy of the checkpoint: compare contents and sizes, not paths.
+    facts["--model"] = directory.name
+    facts["config.json sha256"] = hashlib.sha256((directory / "config.json").read_bytes()).hexdigest()[:16]
+    facts["weight files"] = [[file.name, file.stat().st_size] for file in weight_files(directory)]
+    facts["bywash version"] = bywash.__version__
+    facts["torch version"] = torch.__version__
+    return facts
+
+
+def _token_places(step: int, batches: Sequence[MicroBatch]) -> tuple[int, np.ndarray, np.ndarray]:
+    """(phase, prompt of each real token, its position), in the order in which the layers see the tokens."""
+    prompts: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    positions: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    for batch in batches:
+        rows = batch.real_rows.numpy()
+        width = batch.ids_BS.shape[1]
+        all_positions = (batch.keep_BC.long().cumsum(1) - 1)[:, -width:].reshape(-1).numpy()
+        prompts.append(np.asarray(batch.prompts, dtype=np.int32)[rows // width])
+        positions.append(all_positions[rows].astype(np.int32))
+    return (PREFILL if step == 0 else DECODE), np.concatenate(prompts), np.concatenate(positions)

@@ -1,0 +1,113 @@
+"""Loading a Hugging Face MoE model with only this rank's experts, through transformers' own `from_pretrained`.
+
+The model class is subclassed so that its expert modules are cut to this rank's share while they are still on the
+meta device, and `from_pretrained` gets lazy tensors of that share. Name conversion, dtype and checks stay
+transformers' own. `bywash run` calls it; `stages.py` wraps what it returns.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from bywash.errors import BywashError, CheckpointError
+from bywash.models.checkpoint import bytes_to_read, lazy_tensors
+from bywash.models.families import family_of
+from bywash.moe import GatedExperts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_config(directory: Path) -> Any:
+    """The model's transformers config, of a family that bywash runs.
+
+    Raises:
+        CheckpointError: no directory, no readable config.json, or an unsupported family.
+    """
+    file = directory / "config.json"
+    if not directory.is_dir():
+        raise CheckpointError(f"--model {directory}: no such directory, and no preset of that name")
+    try:
+        model_type = json.loads(file.read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as a model configuration ({error!r})") from error
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(f"{file}: model_type {model_type!r} is unknown to transformers {transformers.__version__}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises many types here, all about this one file
+        raise CheckpointError(f"{file}: transformers cannot use it ({error})") from error
+    family_of(config, str(directory))
+    return config
+
+
+def load_model(directory: Path, experts: Sequence[int], dtype: torch.dtype) -> tuple[Any, int]:
+    """Load the dense weights whole and, of the experts, only those listed.
+
+    Args:
+        directory: checkpoint with config.json and safetensors.
+        experts: ids of the experts to hold, ascending; the same in every MoE layer; may be empty.
+        dtype: dtype of the weights in memory.
+
+    Returns:
+        (transformers causal LM in eval mode, bytes read from disk).
+
+    Raises:
+        CheckpointError: the checkpoint is unreadable, truncated or lacks tensors.
+    """
+    config = read_config(directory)
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with lazy_tensors(directory, experts) as tensors:
+        try:
+            model, report = _with_experts(cls, len(experts)).from_pretrained(
+                None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+            )
+        except BywashError:
+            raise
+        except Exception as error:  # transformers raises many types here, all about these files
+            raise CheckpointError(f"{directory}: the weights do not fit config.json ({error})") from error
+        read = bytes_to_read(tensors)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{directory}: {len(missing)} tensors are missing from the checkpoint, the first is {missing[0]}"
+        )
+    return model.eval().requires_grad_(False), read
+
+
+def _with_experts(cls: type, count: int) -> type:
+    """`cls` with `count` experts in every expert module, whatever the config says."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, config, *args, **kwargs)
+        for module in self.modules():
+            if is_experts(module):
+                for name, weight in list(module.named_parameters(recurse=False)):
+                    cut = torch.empty((count, *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
+                    setattr(module, name, nn.Parameter(cut, requires_grad=False))
+                module.num_experts = count
+
+    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is transformers' stack of experts (its decorator marks them all)."""
+    return hasattr(module, "_is_expert_parallel")
+
+
+def gated_experts(module: Any) -> GatedExperts:
+    """The experts of one transformers module, sharing its weights."""
+    gate_up, down = module.gate_up_proj.data, module.down_proj.data
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return GatedExperts(
+        gate_up_LGD=gate_up,
+        down_LDF=down,
+        apply_gate=module._apply_gate,
+        gate_up_bias_LG=module.gate_up_proj_bias.data if module.has_bias else None,
+        down_bias_LD=module.down_proj_bias.data if module.has_bias else None,
+    )
