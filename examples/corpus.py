@@ -51,9 +51,7 @@ NOT_CODE = {
     "site-packages",
     "dist-packages",
 }
-SCRIPTS_LEFT_OUT = (
-    "CJK|HANGUL|TANGUT|NUSHU|KHITAN|CUNEIFORM|EGYPTIAN|ANATOLIAN|BAMUM|SIGNWRITING|YI SYLLABLE|VAI"
-)
+SCRIPTS_LEFT_OUT = "CJK|HANGUL|TANGUT|NUSHU|KHITAN|CUNEIFORM|EGYPTIAN|ANATOLIAN|BAMUM|SIGNWRITING|YI SYLLABLE|VAI"
 ROWS_PER_TABLE = 40
 
 
@@ -93,9 +91,7 @@ def is_prose(text: str) -> bool:
 
 def heading(block: str) -> str | None:
     """The title of a block that is a title and its underline, or None."""
-    lines = [
-        line for line in block.strip().splitlines() if not re.fullmatch(r"([=\-*~^\"#+])\1{2,}", line.strip())
-    ]
+    lines = [line for line in block.strip().splitlines() if not re.fullmatch(r"([=\-*~^\"#+])\1{2,}", line.strip())]
     if len(lines) != 1 or len(block.strip().splitlines()) < 2:
         return None
     title = plain(lines[0]).replace(" --- ", ": ")
@@ -182,9 +178,7 @@ def modules() -> Iterator[Document]:
         docstrings = [ast.get_docstring(node) or "" for node in nodes]
         yield Document("prose", source, prose("\n\n".join(docstrings)))
         rows = [inventory_row(node) for node in nodes if not isinstance(node, ast.Module)]
-        yield from tables(
-            source, f"{path.as_posix()}", ("line", "kind", "name", "arguments", "summary"), rows
-        )
+        yield from tables(source, f"{path.as_posix()}", ("line", "kind", "name", "arguments", "summary"), rows)
 
 
 def inventory_row(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
@@ -215,9 +209,7 @@ def render(style: int, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
 
 
-def tables(
-    source: str, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]
-) -> Iterator[Document]:
+def tables(source: str, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[Document]:
     """The rows in tables of at most `ROWS_PER_TABLE`, each in a style drawn from its name's digest."""
     text_rows = [[str(cell) for cell in row] for row in rows]
     for start in range(0, len(text_rows), ROWS_PER_TABLE):
@@ -233,9 +225,7 @@ def unicode_tables() -> Iterator[Document]:
             name = unicodedata.name(chr(point), "")
             if name and not re.match(SCRIPTS_LEFT_OUT, name):
                 rows.append((f"U+{point:04X}", chr(point), unicodedata.category(chr(point)), name))
-        yield from tables(
-            f"unicode {block:x}", f"unicode {block:x}", ("code", "char", "category", "name"), rows
-        )
+        yield from tables(f"unicode {block:x}", f"unicode {block:x}", ("code", "char", "category", "name"), rows)
 
 
 def named_numbers() -> Iterator[Document]:
@@ -316,17 +306,11 @@ def build(out: Path, docs: Path | None) -> dict[str, object]:
 def main() -> None:
     """Build the corpus and print its sizes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path(".corpus"), help="folder to write (default: .corpus)"
-    )
-    parser.add_argument(
-        "--docs", type=Path, help="the `_sources` folder of CPython's documentation, if at hand"
-    )
+    parser.add_argument("--out", type=Path, default=Path(".corpus"), help="folder to write (default: .corpus)")
+    parser.add_argument("--docs", type=Path, help="the `_sources` folder of CPython's documentation, if at hand")
     arguments = parser.parse_args()
     if arguments.docs and not any(arguments.docs.rglob("*.txt")):
-        parser.error(
-            f"--docs {arguments.docs} holds no *.txt: it should be the documentation's `_sources` folder"
-        )
+        parser.error(f"--docs {arguments.docs} holds no *.txt: it should be the documentation's `_sources` folder")
     about = build(arguments.out, arguments.docs)
     for name, facts in about["files"].items():
         print(f"{name:24} {facts['bytes']:>10,} bytes {facts['documents']:>6,} documents")

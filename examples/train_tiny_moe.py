@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
@@ -49,7 +50,7 @@ class Shape:
 class Schedule:
     """How to train: the same for both models."""
 
-    steps: int = 3600
+    steps: int = 1800
     batch: int = 128
     warmup: int = 200
     peak_lr: float = 2e-3
@@ -149,12 +150,8 @@ class Batches:
     def __getitem__(self, step: int) -> Tensor:
         """Ids of batch `step`: int64 [batch, context + 1]."""
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        topic = torch.multinomial(
-            torch.tensor(list(MIX.values())), self.batch, replacement=True, generator=draw
-        )
-        place = torch.rand(self.batch, generator=draw, dtype=torch.float64) * (
-            self.lengths[topic] - self.context - 1
-        )
+        topic = torch.multinomial(torch.tensor(list(MIX.values())), self.batch, replacement=True, generator=draw)
+        place = torch.rand(self.batch, generator=draw, dtype=torch.float64) * (self.lengths[topic] - self.context - 1)
         starts = (self.offsets[topic] + place.long()).to(self.ids.device)
         return self.ids[starts[:, None] + self.window].long()
 
@@ -168,9 +165,7 @@ def windows(corpus: Path, split: str, topic: str, context: int, most: int) -> Te
 # -- training --------------------------------------------------------------------------------------
 
 
-def byte_losses(
-    model: PreTrainedModel, ids: Tensor, router_logits: bool = False
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def byte_losses(model: PreTrainedModel, ids: Tensor, router_logits: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(nats of each predicted byte [windows, context]; router logits of each layer [bytes, experts])."""
     asked = {"output_router_logits": True} if router_logits else {}
     out = model.model(input_ids=ids[:, :-1], use_cache=False, **asked)
@@ -231,17 +226,13 @@ class MasterAdamW:
 
 
 @torch.no_grad()
-def losses_by_topic(
-    model: PreTrainedModel, corpus: Path, split: str, context: int, most: int
-) -> dict[str, float]:
+def losses_by_topic(model: PreTrainedModel, corpus: Path, split: str, context: int, most: int) -> dict[str, float]:
     """Nats per byte of each topic of a split, and of their mix as trained."""
     model.eval()
     losses = {}
     for topic in MIX:
         parts = windows(corpus, split, topic, context, most).split(64)
-        total = sum(
-            byte_losses(model, ids.to(model.device))[0].sum(dtype=torch.float64).item() for ids in parts
-        )
+        total = sum(byte_losses(model, ids.to(model.device))[0].sum(dtype=torch.float64).item() for ids in parts)
         losses[topic] = total / sum(ids.shape[0] * context for ids in parts)
     losses["mix"] = sum(share * losses[topic] for topic, share in MIX.items())
     model.train()
@@ -249,38 +240,37 @@ def losses_by_topic(
 
 
 class Run:
-    """One model's training and its folder: `log.jsonl`, `state.pt` to resume from, `best/` with weights."""
+    """One model's training and its folder: `log.jsonl`, `settings.json`, `state.pt` to resume from, `best/` weights."""
 
     def __init__(
         self, kind: str, corpus: Path, out: Path, shape: Shape, schedule: Schedule, device: torch.device
     ) -> None:
         """Start afresh, or resume if the folder holds a state."""
-        self.kind, self.corpus, self.out, self.shape, self.schedule = (
-            kind,
-            corpus,
-            out / kind,
-            shape,
-            schedule,
-        )
+        self.kind, self.shape, self.schedule = kind, shape, schedule
+        self.corpus, self.out = corpus, out / kind
         self.out.mkdir(parents=True, exist_ok=True)
         (out / ".gitignore").write_text("*\n")
         self.model = new_model(kind, shape, schedule, device)
         self.adamw = MasterAdamW(self.model, schedule.weight_decay)
         self.batches = Batches(corpus, shape.context, schedule.batch, schedule.seed, device)
-        self.step, self.best, self.best_step, self.seconds, self.log = 0, math.inf, 0, 0.0, []
+        self.step, self.best, self.seconds, self.log = 0, math.inf, 0.0, []
         if (self.out / "state.pt").exists():
             self.resume(device)
+        settings = {
+            "made_with": self.made_with(),
+            "parameters": parameters(kind, self.model, shape),
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+        (self.out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
 
     def resume(self, device: torch.device) -> None:
         """Load the last state; it must come from the same shape and schedule."""
         state = torch.load(self.out / "state.pt", map_location=device, weights_only=True)
         if state["made_with"] != self.made_with():
-            raise SystemExit(
-                f"{self.out}/state.pt was trained with other settings: choose another --out or delete it"
-            )
+            raise SystemExit(f"{self.out}/state.pt was trained with other settings: choose another --out or delete it")
         self.adamw.restore(state["optimizer"])
-        self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
-        self.seconds, self.log = state["seconds"], state["log"]
+        self.step, self.best, self.seconds, self.log = (state[k] for k in ("step", "best", "seconds", "log"))
         print(f"{self.kind}: resuming after step {self.step}", flush=True)
 
     def made_with(self) -> dict[str, object]:
@@ -318,7 +308,7 @@ class Run:
         limit = self.schedule.check_windows
         validation = losses_by_topic(self.model, self.corpus, "validation", self.shape.context, limit)
         if validation["mix"] < self.best:
-            self.best, self.best_step = validation["mix"], self.step
+            self.best = validation["mix"]
             self.model.save_pretrained(self.out / "best")
         seen = self.step * self.schedule.batch * self.shape.context
         line = {
@@ -337,35 +327,9 @@ class Run:
             f"busiest/mean {trained[1]:.2f} {seen / self.seconds / 1e6:.2f} MB/s",
             flush=True,
         )
-        state = {
-            "made_with": self.made_with(),
-            "optimizer": self.adamw.state(),
-            "step": self.step,
-            "log": self.log,
-        }
-        state |= {"best": self.best, "best_step": self.best_step, "seconds": self.seconds}
-        torch.save(state, self.out / "state.new")
+        state = {"made_with": self.made_with(), "optimizer": self.adamw.state(), "step": self.step}
+        torch.save(state | {"best": self.best, "seconds": self.seconds, "log": self.log}, self.out / "state.new")
         (self.out / "state.new").replace(self.out / "state.pt")
-
-    def result(self) -> dict[str, object]:
-        """Losses of the best weights on validation and test, with all that is needed to repeat the run."""
-        best = AutoModelForCausalLM.from_pretrained(self.out / "best", dtype="auto").to(self.model.device)
-        limit = self.schedule.check_windows
-        split_losses = {
-            split: losses_by_topic(best, self.corpus, split, self.shape.context, limit)
-            for split in ("validation", "test")
-        }
-        on_gpu = self.model.device.type == "cuda"
-        return {
-            "parameters": parameters(self.kind, best, self.shape),
-            "losses_nats_per_byte": split_losses,
-            "best_step": self.best_step,
-            "bytes_seen": self.step * self.schedule.batch * self.shape.context,
-            "training_seconds": round(self.seconds, 1),
-            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-            "torch": torch.__version__,
-            "made_with": self.made_with(),
-        }
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -377,37 +341,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=("moe", "dense"), default="moe", help="which model (default: moe)")
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"), help="folder written by corpus.py")
     parser.add_argument("--out", type=Path, default=Path(".tiny"), help="folder for checkpoints and logs")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device"
-    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
     parser.add_argument("--miniature", action="store_true", help="a toy model for a CPU, trained in seconds")
-    parser.add_argument(
-        "--until", type=int, default=10**9, help="leave off after this step; a later call resumes"
-    )
+    parser.add_argument("--until", type=int, default=10**9, help="leave off after this step; a later call resumes")
     for name in ("steps", "seed", "batch"):
         parser.add_argument(f"--{name}", type=int, help=f"default: {getattr(Schedule(), name)}")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train one model, then write `result.json` beside its log."""
+    """Train one model."""
     args = arguments()
     logging.disable_progress_bar()
     shape, schedule = (MINIATURE_SHAPE, MINIATURE_SCHEDULE) if args.miniature else (Shape(), Schedule())
-    chosen = {
-        name: getattr(args, name) for name in ("steps", "seed", "batch") if getattr(args, name) is not None
-    }
+    chosen = {name: getattr(args, name) for name in ("steps", "seed", "batch") if getattr(args, name) is not None}
     schedule = replace(schedule, **chosen)
     if not (args.corpus / "corpus.json").exists():
-        raise SystemExit(
-            f"{args.corpus} holds no corpus: run `python examples/corpus.py --out {args.corpus}` first"
-        )
-    run = Run(args.model, args.corpus, args.out, shape, schedule, torch.device(args.device))
-    run.train(args.until)
-    if run.step == schedule.steps:
-        result = run.result()
-        (run.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{args.model}: {json.dumps(result['losses_nats_per_byte'])}")
+        raise SystemExit(f"{args.corpus} holds no corpus: run `python examples/corpus.py --out {args.corpus}` first")
+    Run(args.model, args.corpus, args.out, shape, schedule, torch.device(args.device)).train(args.until)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,7 @@ def test_equals_the_oracle(name, tokens, experts, dtype):
     logits = _distinct_logits(tokens, experts, dtype, seed=experts)
     bias = None
     if gate.kind == "sigmoid":
-        bias = torch.linspace(-0.3, 0.4, experts)[
-            torch.randperm(experts, generator=torch.Generator().manual_seed(7))
-        ]
+        bias = torch.linspace(-0.3, 0.4, experts)[torch.randperm(experts, generator=torch.Generator().manual_seed(7))]
     routing = route(gate, logits, bias).check()
     assert routing.ids_TK.shape == (tokens, gate.top_k)
     # A weight is rounded to the logits' dtype once (softmax) or in each operation (topk_softmax).
@@ -90,9 +88,7 @@ def _case(family: str, experts: int, top_k: int, gate: Gate, label: str = "", **
 
 
 def _deepseek(experts, top_k, groups, top_groups, norm, label=""):
-    gate = Gate(
-        kind="sigmoid", top_k=top_k, groups=groups, top_groups=top_groups, renormalise=norm, scale=2.5
-    )
+    gate = Gate(kind="sigmoid", top_k=top_k, groups=groups, top_groups=top_groups, renormalise=norm, scale=2.5)
     extra = {"n_group": groups, "topk_group": top_groups, "norm_topk_prob": norm}
     return _case("deepseek_v3", experts, top_k, gate, label, routed_scaling_factor=2.5, **extra)
 
@@ -245,18 +241,19 @@ def test_a_bias_that_does_not_fit_is_refused():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(GATES)), st.integers(0, 40), st.integers(2, 9), st.integers(0, 2**32 - 1))
+@given(st.sampled_from(sorted(GATES)), st.integers(1, 40), st.integers(2, 9), st.integers(0, 2**32 - 1))
 def test_laws_of_every_gate(name, tokens, group_size, seed):
     gate = GATES[name]
-    experts = 4 * group_size
+    # torch's sigmoid gives other bits in the last, incomplete vector of a tensor: whole vectors for that kind
+    experts = 32 * group_size if gate.kind == "sigmoid" else 4 * group_size
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)) * 3
     routing = route(gate, logits).check()
     assert int(routing.counts_E().sum()) == tokens * gate.top_k
-    # a token is routed by its own logits alone: any order of the tokens gives the same rows
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed + 1))
-    shuffled = route(gate, logits[order])
-    assert torch.equal(shuffled.ids_TK, routing.ids_TK[order])
-    assert torch.equal(shuffled.weights_TK, routing.weights_TK[order])
+    # a token is routed by its own logits alone: any part of the tokens in any order gives the same rows
+    part = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed + 1))[: 1 + seed % tokens]
+    alone = route(gate, logits[part])
+    assert torch.equal(alone.ids_TK, routing.ids_TK[part])
+    assert torch.equal(alone.weights_TK, routing.weights_TK[part])
     if gate.renormalise:
         total = routing.weights_TK.sum(dim=1)
         assert torch.allclose(total, torch.full_like(total, gate.scale), rtol=1e-5)

@@ -32,9 +32,7 @@ def test_drawing_without_replacement_has_the_marginal_of_successive_draws():
     p = np.array([0.6, 0.25, 0.1, 0.05])
     tokens = 200_000
     ids = draw_distinct(p, tokens, 2, np.random.default_rng(0))
-    deviation = 5 / np.sqrt(
-        tokens
-    )  # five times the greatest standard deviation of a share of tokens, 0.5 / sqrt
+    deviation = 5 / np.sqrt(tokens)  # five times the greatest standard deviation of a share of tokens, 0.5 / sqrt
     assert np.bincount(ids[:, 0]) / tokens == pytest.approx(p, abs=deviation / 2)
     second = [sum(p[first] * p[e] / (1 - p[first]) for first in range(4) if first != e) for e in range(4)]
     assert np.bincount(ids[:, 1]) / tokens == pytest.approx(np.array(second), abs=deviation / 2)

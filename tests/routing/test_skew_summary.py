@@ -168,9 +168,7 @@ def _real_counts() -> dict[tuple[str, str], np.ndarray]:
     return found
 
 
-@pytest.mark.skipif(
-    not REAL_DATA.is_dir(), reason="the recorded counts of real models are not beside this tree"
-)
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the recorded counts of real models are not beside this tree")
 def test_published_figures_of_real_models():
     """Every row of the CSV whose counts are at hand: all figures to the four digits it gives."""
     counts = _real_counts()

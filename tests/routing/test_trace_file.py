@@ -108,6 +108,15 @@ def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_a_reader_of_the_old_file_keeps_it_whole(path):
+    small_trace().save(path)
+    before = path.read_bytes()
+    with open(path, "rb") as reader:
+        small_trace(model="new").save(path)
+        assert reader.read() == before
+    assert RoutingTrace.load(path).model == "new"
+
+
 def test_a_missing_folder_or_file_is_named(tmp_path):
     with pytest.raises(TraceError, match=r"none/a\.trace: cannot write the trace: No such file"):
         small_trace().save(tmp_path / "none" / "a.trace")
@@ -166,6 +175,20 @@ def test_an_array_that_claims_more_than_it_holds(path):
         for name, content in members.items():
             archive.writestr(name, content)
     with pytest.raises(TraceError, match=r"a\.trace: ids_NLK\.npy"):
+        RoutingTrace.load(path)
+
+
+def test_an_array_of_objects_is_refused_by_its_dtype(path):
+    small_trace().save(path)
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "|O", "fortran_order": False, "shape": (5,)})
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["token_prompt_N.npy"] = buffer.getvalue() + bytes(40)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    with pytest.raises(TraceError, match=r"a\.trace: token_prompt_N\.npy: claims object"):
         RoutingTrace.load(path)
 
 

@@ -34,9 +34,7 @@ class Placement:
         outside = np.flatnonzero((self.home_E < 0) | (self.home_E >= self.ranks))
         if outside.size:
             expert = int(outside[0])
-            raise ConfigError(
-                f"placement.home[{expert}] = {int(self.home_E[expert])}: ranks are 0..{self.ranks - 1}"
-            )
+            raise ConfigError(f"placement.home[{expert}] = {int(self.home_E[expert])}: ranks are 0..{self.ranks - 1}")
 
     @property
     def num_experts(self) -> int:

@@ -1,6 +1,7 @@
 """`bywash run`: a Hugging Face MoE model with its experts spread over ranks."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from bywash.errors import BywashError, ConfigError
 if TYPE_CHECKING:
     from bywash.models.job import JobOptions, RankResult
 
+DEFAULT_MODEL = "qwen3-moe-tiny"
+DEFAULT_RANKS = 4
+RANKS_HELP = "Local processes to start [default: 4; under torchrun its world size]."
 DEFAULT_PROMPTS = (
     "The lock keeper opened the gate and",
     "def fibonacci(n):",
@@ -23,86 +27,115 @@ DEFAULT_PROMPTS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What the user asked for, before names are resolved and prompts tokenised. Fields are named as options."""
+
+    model: str = DEFAULT_MODEL
+    ranks: int | None = None
+    prompt: tuple[str, ...] = DEFAULT_PROMPTS
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    tokens: int = 16
+    micro_batch: int = 2
+    exchange: str = "gloo"
+    combine: str = "exact"
+    dtype: str = "float32"
+    speeds: tuple[int, ...] = ()
+    check: bool = False
+    trace: str | None = None
+    topic: tuple[str, ...] = ()
+    json: str | None = None
+    deadline: float = 60.0
+
+
 def run(
-    model: str = typer.Option("qwen3-moe-tiny", help="Checkpoint directory (config.json + safetensors) or a preset."),
-    ranks: int | None = typer.Option(None, help="Local processes to start [default: 4; under torchrun its world size]."),
+    model: str = typer.Option(DEFAULT_MODEL, help="Checkpoint directory (config.json + safetensors) or a preset."),
+    ranks: int | None = typer.Option(None, help=RANKS_HELP),
     prompt: list[str] = typer.Option([], help="Prompt text; repeat for several [default: 8 built-in ones]."),
     prompt_ids: list[str] = typer.Option([], help="Prompt as token ids, '1,2,3'; repeat for several."),
     tokens: int = typer.Option(16, help="Tokens to generate for each prompt."),
-    micro_batch: int = typer.Option(2, help="Prompts computed together; results are bitwise the same at equal values."),
+    micro_batch: int = typer.Option(2, help="Prompts computed together; equal values give bitwise equal results."),
     exchange: str = typer.Option("gloo", help="How rows move between ranks: gloo (local is for one rank)."),
     combine: str = typer.Option("exact", help="exact: bitwise the same at any number of ranks; fast: fewer bytes."),
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
     speeds: str = typer.Option("", help="Relative speed of each rank, '2,1,1': experts are shared out in proportion."),
     check: bool = typer.Option(False, "--check", help="Compare with one process; exit 1 if it differs."),
-    trace: Path | None = typer.Option(None, help="Record the routing to this file (.npz)."),
+    trace: str | None = typer.Option(None, help="Record the routing to this file (.npz)."),
     topic: list[str] = typer.Option([], help="Label of each prompt in the trace, in order."),
-    json_file: Path | None = typer.Option(None, "--json", help="Write the results to this file."),
+    json_file: str | None = typer.Option(None, "--json", help="Write the results to this file."),
     deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
 ) -> None:
     """Run a MoE model with its experts spread over processes, and report what moved."""
+    start_run(
+        RunRequest(
+            model=model,
+            ranks=ranks,
+            prompt=tuple(prompt or (() if prompt_ids else DEFAULT_PROMPTS)),
+            prompt_ids=tuple(_numbers(ids, "--prompt-ids") for ids in prompt_ids),
+            tokens=tokens,
+            micro_batch=micro_batch,
+            exchange=exchange,
+            combine=combine,
+            dtype=dtype,
+            speeds=_numbers(speeds, "--speeds") if speeds else (),
+            check=check,
+            trace=trace,
+            topic=tuple(topic),
+            json=json_file,
+            deadline=deadline,
+        )
+    )
+
+
+def start_run(request: RunRequest) -> None:
+    """Refuse what cannot work, then start the ranks, or be one under torchrun."""
     from bywash.launch import run_local, run_under_torchrun, under_torchrun
 
-    asked = {
-        "model": model,
-        "prompt": tuple(prompt or (() if prompt_ids else DEFAULT_PROMPTS)),
-        "prompt_ids": tuple(_numbers(ids, "--prompt-ids") for ids in prompt_ids),
-        "new_tokens": tokens,
-        "micro_batch": micro_batch,
-        "exchange": exchange,
-        "combine": combine,
-        "dtype": dtype,
-        "speeds": _numbers(speeds, "--speeds") if speeds else (),
-        "check": check,
-        "trace": str(trace) if trace else None,
-        "topics": tuple(topic),
-        "json": str(json_file) if json_file else None,
-        "deadline_s": deadline,
-    }
-    _check_asked(asked)
+    _check_request(request)
     if under_torchrun():
-        run_under_torchrun(rank_main, asked, ranks, deadline)
+        run_under_torchrun(rank_main, request, request.ranks, request.deadline)
     else:
-        run_local(rank_main, asked, 4 if ranks is None else ranks, deadline)
+        run_local(rank_main, request, DEFAULT_RANKS if request.ranks is None else request.ranks, request.deadline)
 
 
-def rank_main(asked: dict[str, Any], rank: int, ranks: int, store: Any) -> None:
+def rank_main(request: RunRequest, rank: int, ranks: int, store: Any) -> None:
     """What each rank does; rank 0 also reports. Raises `BywashError`."""
     from bywash.cli.console import RunConsole
     from bywash.exchange.group import Group, gather_objects
     from bywash.models.job import run_job
 
-    options = _job_options(asked)  # before joining: transformers writes presets on rank 0 alone once a group exists
-    group = Group(rank=rank, ranks=ranks, store=store, deadline_s=asked["deadline_s"])
+    options = _job_options(request)  # before joining: transformers writes presets on rank 0 alone once a group exists
+    group = Group(rank=rank, ranks=ranks, store=store, deadline_s=request.deadline)
     try:
         with RunConsole(quiet=rank != 0) as console:
             result = run_job(options, group if ranks > 1 else None, console)
             results = gather_objects(group, result)
             if results is not None:
-                _report(asked, options, results, console)
+                _report(request, options, results, console)
     finally:
         group.close()
 
 
-def _check_asked(asked: dict[str, Any]) -> None:
+def _check_request(request: RunRequest) -> None:
     """What can be refused before anything is started."""
     from bywash.exchange import COMBINES, EXCHANGES
 
     choices = {"exchange": EXCHANGES, "combine": COMBINES, "dtype": ("float32", "bfloat16", "float16")}
     for name, known in choices.items():
-        if asked[name] not in known:
-            raise ConfigError(f"--{name} {asked[name]}: choose one of {', '.join(known)}")
-    for name, flag in (("new_tokens", "--tokens"), ("micro_batch", "--micro-batch")):
-        if asked[name] < 1:
-            raise ConfigError(f"{flag} {asked[name]}: must be at least 1")
-    if asked["deadline_s"] <= 0:
-        raise ConfigError(f"--deadline {asked['deadline_s']}: must be more than 0 seconds")
-    prompts = len(asked["prompt"]) + len(asked["prompt_ids"])
-    if asked["topics"] and len(asked["topics"]) != prompts:
-        raise ConfigError(f"--topic is given {len(asked['topics'])} times for {prompts} prompts: label each or none")
+        if getattr(request, name) not in known:
+            raise ConfigError(f"--{name} {getattr(request, name)}: choose one of {', '.join(known)}")
+    for name in ("tokens", "micro_batch"):
+        if getattr(request, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(request, name)}: must be at least 1")
+    if request.deadline <= 0:
+        raise ConfigError(f"--deadline {request.deadline:g}: must be more than 0 seconds")
+    prompts = len(request.prompt) + len(request.prompt_ids)
+    if request.topic and len(request.topic) != prompts:
+        raise ConfigError(f"--topic is given {len(request.topic)} times for {prompts} prompts: label each or none")
     for name in ("json", "trace"):
-        if asked[name] and not Path(asked[name]).resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {asked[name]}: its directory does not exist")
+        path = getattr(request, name)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: its directory does not exist")
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -112,33 +145,39 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
         raise ConfigError(f"{flag} {text!r}: must be whole numbers with commas, for example 3,1,4") from None
 
 
-def _job_options(asked: dict[str, Any]) -> "JobOptions":
+def _job_options(request: RunRequest) -> "JobOptions":
     """Resolve names, tokenise, check against the model."""
     from bywash.models.job import JobOptions
     from bywash.models.loader import read_config
     from bywash.models.presets import PRESETS, preset_directory
     from bywash.models.text import check_ids, text_for
 
-    name = asked["model"]
-    directory = preset_directory(name) if name in PRESETS else Path(name).resolve()
+    directory = preset_directory(request.model) if request.model in PRESETS else Path(request.model).resolve()
     config = read_config(directory)
-    prompts = list(asked["prompt_ids"])
-    if asked["prompt"]:
+    prompts = list(request.prompt_ids)
+    if request.prompt:
         text = text_for(directory, config.vocab_size)
-        prompts = [tuple(text.encode(p)) for p in asked["prompt"]] + prompts
+        prompts = [tuple(text.encode(p)) for p in request.prompt] + prompts
     check_ids(prompts, config.vocab_size)
     stop = config.eos_token_id
-    same = ("new_tokens", "micro_batch", "exchange", "combine", "dtype", "speeds", "deadline_s", "check", "topics")
     return JobOptions(
         directory=str(directory),
         prompts=tuple(prompts),
+        new_tokens=request.tokens,
+        micro_batch=request.micro_batch,
+        exchange=request.exchange,
+        combine=request.combine,
+        dtype=request.dtype,
+        speeds=request.speeds,
         stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
-        trace=asked["trace"] is not None,
-        **{field: asked[field] for field in same},
+        deadline_s=request.deadline,
+        check=request.check,
+        trace=request.trace is not None,
+        topics=request.topic,
     )
 
 
-def _report(asked: dict[str, Any], options: "JobOptions", results: list["RankResult"], console: Any) -> None:
+def _report(request: RunRequest, options: "JobOptions", results: list["RankResult"], console: Any) -> None:
     """Rank 0: check, write the files, print the summary; raise if the check failed."""
     from bywash.cli.summary import print_summary, result_json
     from bywash.models.check import check_run
@@ -152,13 +191,12 @@ def _report(asked: dict[str, Any], options: "JobOptions", results: list["RankRes
         report = check_run(options, tokens, logits, sum(r.router_mismatches or 0 for r in results))
     console.close()
     traces = [r.trace for r in results if r.trace is not None]
-    if asked["trace"]:
-        merge_traces(traces).save(asked["trace"])
-    outcome = result_json(asked["model"], options, results, tokens, report)
-    if asked["json"]:
-        Path(asked["json"]).write_text(json.dumps(outcome, indent=2) + "\n")
+    if request.trace:
+        merge_traces(traces).save(request.trace)
+    outcome = result_json(request.model, options, results, tokens, report)
+    if request.json:
+        Path(request.json).write_text(json.dumps(outcome, indent=2) + "\n")
     print_summary(options, results, tokens, outcome)
     failures = report.failures(options.combine) if report else []
     if failures:
         raise BywashError("the check failed: " + "; ".join(failures))
-

@@ -100,7 +100,7 @@ def _ranks_table(results: list[RankResult]) -> Table:
 def _traffic_line(outcome: dict[str, Any]) -> str:
     return (
         f"moved: {outcome['rows_sent']:,} rows out, {outcome['wire_bytes'] / 1e6:.3f} MB on the wire for "
-        f"{outcome['logical_bytes'] / 1e6:.3f} MB of (token, expert) rows out and back; expert rows per rank, max/mean: "
+        f"{outcome['logical_bytes'] / 1e6:.3f} MB of (token, expert) rows out and back; expert rows per rank: "
         f"{outcome['imbalance_max_over_mean']:.3f} (worst layer {outcome['imbalance_worst_layer']:.3f})"
     )
 

@@ -1,4 +1,4 @@
-"""`bywash trace`: show how skewed a recorded routing is, and make traces with a known law.
+"""`bywash trace`: record routing, show how skewed it is, and make traces with a known law.
 
 Thin: reads options, calls `bywash.routing`, prints. numpy and rich are imported inside the commands, so that
 `--help` answers at once. Errors leave as `BywashError`; `bywash.cli.main` prints them.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from bywash.cli.run import DEFAULT_MODEL, DEFAULT_PROMPTS, RANKS_HELP, RunRequest, start_run
 from bywash.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
@@ -43,16 +44,32 @@ _LAW_OPTIONS: dict[Kind, dict[str, Any]] = {
 
 
 @app.command()
+def record(
+    out: Annotated[Path, typer.Option(help="the trace file to write")],
+    model: Annotated[str, typer.Option(help="checkpoint directory or preset")] = DEFAULT_MODEL,
+    ranks: Annotated[int | None, typer.Option(help=RANKS_HELP)] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="prompt text; repeat for several")] = None,
+    topic: Annotated[list[str] | None, typer.Option(help="label of each prompt, in order")] = None,
+    tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 16,
+) -> None:
+    """Run a model and record its routing: short for `bywash run --trace`, which has more options."""
+    start_run(
+        RunRequest(
+            model=model,
+            ranks=ranks,
+            prompt=tuple(prompt or DEFAULT_PROMPTS),
+            topic=tuple(topic or ()),
+            tokens=tokens,
+            trace=str(out),
+        )
+    )
+
+
+@app.command()
 def show(
-    file: Annotated[
-        Path, typer.Argument(help="a routing trace, or a JSON file of counts (layers x experts)")
-    ],
-    ranks: Annotated[
-        str, typer.Option(help="expert-parallel sizes to report, with commas between")
-    ] = "2,4,8",
-    json_to: Annotated[
-        str | None, typer.Option("--json", help="write JSON to a file, or - to print it")
-    ] = None,
+    file: Annotated[Path, typer.Argument(help="a routing trace, or a JSON file of counts (layers x experts)")],
+    ranks: Annotated[str, typer.Option(help="expert-parallel sizes to report, with commas between")] = "2,4,8",
+    json_to: Annotated[str | None, typer.Option("--json", help="write JSON to a file, or - to print it")] = None,
 ) -> None:
     """Show the load of each layer's experts, and of each rank when experts are placed in order."""
     from bywash.routing import summarise
@@ -88,9 +105,7 @@ def make(
     steps: Annotated[int, typer.Option(help="forward steps")] = 16,
     exponent: Annotated[float | None, typer.Option(help="zipf (0.6), drifting (0.9): Zipf exponent")] = None,
     hot: Annotated[int | None, typer.Option(help="hot-set (4): hot experts of each layer")] = None,
-    share: Annotated[
-        float | None, typer.Option(help="hot-set (0.5): their share of first choices, 0..1")
-    ] = None,
+    share: Annotated[float | None, typer.Option(help="hot-set (0.5): their share of first choices, 0..1")] = None,
     topics: Annotated[int | None, typer.Option(help="drifting (4): topics that take turns")] = None,
     period: Annotated[int | None, typer.Option(help="drifting (10): steps until the topic changes")] = None,
     seed: Annotated[int, typer.Option(help="the same seed gives the same trace")] = 0,
@@ -127,9 +142,7 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise ConfigError(
-            f"--ranks = {text!r}: give whole numbers of at least 1 with commas between, such as 4,8"
-        )
+        raise ConfigError(f"--ranks = {text!r}: give whole numbers of at least 1 with commas between, such as 4,8")
     return tuple(dict.fromkeys(sizes))
 
 
@@ -201,8 +214,7 @@ def _as_json(
         result |= {"tokens": trace.tokens, "steps": trace.steps, "top_k": trace.top_k}
     if topics:
         result["topics"] = {
-            name: {"distance_from_all": distance, **by_layer.as_dict()}
-            for name, (by_layer, distance) in topics.items()
+            name: {"distance_from_all": distance, **by_layer.as_dict()} for name, (by_layer, distance) in topics.items()
         }
     return result
 
@@ -258,9 +270,7 @@ def _print_layers(console: Any, summary: "SkewSummary") -> None:
 
 def _print_topics(console: Any, topics: Topics) -> None:
     sizes = next(iter(topics.values()))[0].ranks
-    table = _table(
-        ["topic", "assignments\nper layer", "hottest's\nload", "moved", *(f"EP{r}" for r in sizes)]
-    )
+    table = _table(["topic", "assignments\nper layer", "hottest's\nload", "moved", *(f"EP{r}" for r in sizes)])
     table.columns[0].justify = "left"
     for name, (summary, distance) in topics.items():
         row = [

@@ -28,7 +28,6 @@ from bywash.exchange.names import COMBINES, Combine
 from bywash.routing import Routing
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
     """What arrived for this rank's experts, rows in the order of (source rank, token).
@@ -38,12 +37,15 @@ class Received:
         ids_NK: int64 [N, K], the expert where the pair is computed here, -1 elsewhere.
         weights_NK: float32 [N, K], gate weights; they count only where ids_NK >= 0.
         rows_from_R: N split by source rank.
+        counts_RE: int32 [R, E], this step's rows from each source rank to each expert. The counts travel with the
+            rows, so a step sent under an earlier plan (no count round trip) still yields the counts for the next.
     """
 
     rows_ND: Tensor
     ids_NK: Tensor
     weights_NK: Tensor
     rows_from_R: list[int]
+    counts_RE: NDArray[np.int32]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,11 +97,16 @@ class Exchange(ABC):
     Attributes:
         rank, ranks: this process and how many there are.
         combine_mode: `exact` (all k outputs travel; summed at the source in k order in float32: bitwise the
-            same for any number of ranks and any placement) or `fast` (summed per computing rank first).
+            same for any number of ranks and any placement), `stable` (summed in float32 in k order per home
+            rank, rounded once to the model's dtype for the way back, then added in rank order: bitwise the same for
+            one number of ranks, whoever computes) or `fast` (the same per computing rank; experts may pick any
+            shape of product, so no bits are promised).
+        emulated: what is not real about the timing, in words that any report must print; None if all of it is.
         traffic: what this rank has sent so far.
     """
 
     name: str
+    emulated: str | None = None
 
     def __init__(self, *, rank: int, ranks: int, combine_mode: Combine) -> None:
         if combine_mode not in COMBINES:
@@ -114,6 +121,9 @@ class Exchange(ABC):
     @abstractmethod
     def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
         """Check that all ranks hold `plan`, then begin sending each token once to each rank that needs it.
+
+        `plan` is this step's (made from `counts`), or on all ranks an earlier step's: it only has to say where each
+        expert is computed. The second saves the count round trip; the result is the same.
 
         Raises:
             PlanMismatchError: another rank planned differently; no row has been read.

@@ -46,11 +46,12 @@ class GlooExchange(Exchange):
         handle = Handle(routing=routing, plan=plan)
         lists = send_lists(routing, plan)
         send_rows = [sent.tokens_N.numel() for sent in lists]
-        recv_rows = self._agree_on_sizes(send_rows, plan)
+        counts_E = routing.counts_E()
+        recv_rows, counts_RE = self._agree_on_sizes(send_rows, plan, counts_E)
         record = _record_bytes(x_TD, routing.top_k)
         send = torch.cat([_pack(x_TD, sent) for sent in lists])
         recv = torch.empty(sum(recv_rows), record, dtype=torch.uint8)
-        handle.state.update(x_TD=x_TD, lists=lists, recv=recv, recv_rows=recv_rows)
+        handle.state.update(x_TD=x_TD, lists=lists, recv=recv, recv_rows=recv_rows, counts_RE=counts_RE)
         with self.group.blame("dispatching rows"):
             handle.state["work"] = dist.all_to_all_single(recv, send, recv_rows, send_rows, async_op=True)
         handle.state["send"] = send  # gloo reads it until the work is done
@@ -62,7 +63,7 @@ class GlooExchange(Exchange):
         handle.advance("dispatch_finish", "combine_start")
         self._wait(handle, "waiting for dispatched rows")
         x_TD = handle.state["x_TD"]
-        received = _unpack(handle.state.pop("recv"), x_TD, handle.routing.top_k, handle.state["recv_rows"])
+        received = _unpack(handle.state, x_TD, handle.routing.top_k)
         handle.state["received"] = received
         self.traffic.steps += 1
         return received
@@ -85,9 +86,7 @@ class GlooExchange(Exchange):
         recv = torch.empty(sum(recv_rows), row_bytes, dtype=torch.uint8)
         handle.state.update(recv=recv, recv_rows=recv_rows, send=send)
         with self.group.blame("returning outputs"):
-            handle.state["work"] = dist.all_to_all_single(
-                recv, _as_bytes(send), recv_rows, send_rows, async_op=True
-            )
+            handle.state["work"] = dist.all_to_all_single(recv, _as_bytes(send), recv_rows, send_rows, async_op=True)
         returned = sum(send_rows) - send_rows[self.rank]
         self.traffic.rows_returned += returned
         self.traffic.wire_bytes += returned * row_bytes
@@ -99,20 +98,25 @@ class GlooExchange(Exchange):
         x_TD, lists = handle.state["x_TD"], handle.state["lists"]
         y = handle.state["recv"].view(x_TD.dtype).view(-1, x_TD.shape[1])
         parts = y.split(handle.state["recv_rows"])
-        out = _sum_exact(parts, lists, handle.routing) if self.combine_mode == "exact" else _sum_fast(parts, lists, x_TD)
+        out = (
+            _sum_exact(parts, lists, handle.routing) if self.combine_mode == "exact" else _sum_fast(parts, lists, x_TD)
+        )
         handle.state.clear()
         return out
 
     def close(self) -> None:
         """See `Exchange.close`. The group belongs to the caller and stays open."""
 
-    def _agree_on_sizes(self, send_rows: list[int], plan: StepPlan) -> list[int]:
-        """Tell each rank how many rows it will get, and under which plan; return what this one gets."""
-        send = torch.tensor([[rows, plan.digest] for rows in send_rows], dtype=torch.int64)
+    def _agree_on_sizes(
+        self, send_rows: list[int], plan: StepPlan, counts_E: Tensor
+    ) -> tuple[list[int], NDArray[np.int32]]:
+        """Tell each rank how many rows it will get, under which plan, and the step's counts; return what arrived."""
+        sizes = torch.tensor([[rows, plan.digest] for rows in send_rows], dtype=torch.int64)
+        send = torch.cat([sizes, counts_E.expand(self.ranks, -1)], dim=1)
         recv = torch.empty_like(send)
         with self.group.blame("agreeing on the plan"):
             dist.all_to_all_single(recv, send)
-        self.traffic.wire_bytes += (self.ranks - 1) * 16
+        self.traffic.wire_bytes += (self.ranks - 1) * send.shape[1] * 8
         odd = [r for r in range(self.ranks) if int(recv[r, 1]) != plan.digest]
         if odd:
             raise PlanMismatchError(
@@ -120,7 +124,7 @@ class GlooExchange(Exchange):
                 f"has {plan.digest:#010x}); no row was read. All ranks must run the same bywash with the same options",
                 odd,
             )
-        return [int(rows) for rows in recv[:, 0]]
+        return [int(rows) for rows in recv[:, 0]], recv[:, 2:].numpy().astype(np.int32)
 
     def _wait(self, handle: Handle, during: str) -> None:
         with self.group.blame(during):
@@ -140,7 +144,9 @@ def _record_bytes(x_TD: Tensor, top_k: int) -> int:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.uint8).view(rows.shape[0], rows.shape[1] * rows.element_size())
+    if rows.shape[0] == 0:  # a tensor of no rows may have any strides, which view() refuses
+        return torch.empty(0, rows.shape[1] * rows.element_size(), dtype=torch.uint8)
+    return rows.contiguous().view(torch.uint8)
 
 
 def _pack(x_TD: Tensor, sent: SendList) -> Tensor:
@@ -148,14 +154,19 @@ def _pack(x_TD: Tensor, sent: SendList) -> Tensor:
     return torch.cat([_as_bytes(part) for part in parts], dim=1)
 
 
-def _unpack(recv: Tensor, x_TD: Tensor, top_k: int, rows_from_R: list[int]) -> Received:
+def _unpack(state: dict[str, Any], x_TD: Tensor, top_k: int) -> Received:
+    recv: Tensor = state.pop("recv")
     row_bytes = x_TD.shape[1] * x_TD.element_size()
-    rows, ids, weights = (part.contiguous() for part in recv.split([row_bytes, 4 * top_k, 4 * top_k], dim=1))
+    rows, ids, weights = (
+        part.clone(memory_format=torch.contiguous_format)
+        for part in recv.split([row_bytes, 4 * top_k, 4 * top_k], dim=1)
+    )
     return Received(
         rows_ND=rows.view(x_TD.dtype),
         ids_NK=ids.view(torch.int32).long(),
         weights_NK=weights.view(torch.float32),
-        rows_from_R=rows_from_R,
+        rows_from_R=state["recv_rows"],
+        counts_RE=state["counts_RE"],
     )
 
 

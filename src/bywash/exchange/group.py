@@ -9,12 +9,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -60,6 +60,7 @@ class Group:
         self.rank, self.ranks, self.deadline_s = rank, ranks, deadline_s
         self._store = dist.PrefixStore("bywash", store)
         self._store.set_timeout(timedelta(seconds=deadline_s))
+        self._shares = 0
         self.peers: list[Peer] = []
         me = _this_process()
         self._store.set(f"peer/{rank}", json.dumps({"pid": me.pid, "host": me.host, "started": me.started}))
@@ -85,6 +86,28 @@ class Group:
                     "start every rank with the same options and files"
                 )
 
+    def share(self, value: str, during: str) -> list[str]:
+        """Every rank's `value`, by rank. Every rank makes the same calls in the same order.
+
+        Raises:
+            RankLostError: a rank died or did not share before the deadline.
+        """
+        self._shares += 1
+        key = f"share/{self._shares}"
+        self._store.set(f"{key}/{self.rank}", value)
+        return self._from_all(key, during)
+
+    def raise_if_gone(self, during: str) -> None:
+        """Raise an error that names the ranks of this host whose process is gone or stopped, if there are any."""
+        culprits = self.sick()
+        if culprits:
+            raise self.lost(culprits, during)
+
+    def late(self, ranks: list[int], during: str) -> RankLostError:
+        """The error for ranks that did not answer in time, with the reason where the process table shows one."""
+        sick = self.sick()
+        return self.lost({r: sick.get(r, "late: it did not arrive before the deadline") for r in ranks}, during)
+
     @contextmanager
     def blame(self, during: str) -> Iterator[None]:
         """Turn a failed wait inside the block into an error that names the rank at fault."""
@@ -108,7 +131,7 @@ class Group:
         keys = [f"{key}/{rank}" for rank in range(self.ranks)]
         end = time.monotonic() + self.deadline_s
         while (missing := [r for r, k in enumerate(keys) if not self._store.check([k])]) and time.monotonic() < end:
-            self._raise_if_gone(during)
+            self.raise_if_gone(during)
             time.sleep(0.02)
         if missing:
             raise RankLostError(
@@ -118,12 +141,7 @@ class Group:
             )
         return [self._store.get(k).decode() for k in keys]
 
-    def _raise_if_gone(self, during: str) -> None:
-        culprits = self._sick_processes()
-        if culprits:
-            raise self._named(culprits, during)
-
-    def _sick_processes(self) -> dict[int, str]:
+    def sick(self) -> dict[int, str]:
         """Ranks on this host whose process is gone or stopped, with the word for it."""
         here = _host_identity()
         local = {r: p for r, p in enumerate(self.peers) if p.host == here and r != self.rank}
@@ -140,17 +158,18 @@ class Group:
                 answering = {r for r in range(self.ranks) if self._store.check([f"roll/{r}"])}
                 time.sleep(0.02)
         except (RuntimeError, dist.DistError):
-            sick = self._sick_processes() or {0: "unreachable (it holds the group's store)"}
-            return self._named(sick, during)
-        sick = {r: s for r, s in self._sick_processes().items() if r not in answering}
+            sick = self.sick() or {0: "unreachable (it holds the group's store)"}
+            return self.lost(sick, during)
+        sick = {r: s for r, s in self.sick().items() if r not in answering}
         if sick:
-            return self._named(sick, during)
+            return self.lost(sick, during)
         late = sorted(set(range(self.ranks)) - answering)
         if late:
-            return self._named({r: "late: it did not arrive before the deadline" for r in late}, during)
+            return self.lost({r: "late: it did not arrive before the deadline" for r in late}, during)
         return ExchangeError(f"rank {self.rank}: the exchange failed while {during}, with every rank alive")
 
-    def _named(self, culprits: Mapping[int, str], during: str) -> RankLostError:
+    def lost(self, culprits: Mapping[int, str], during: str) -> RankLostError:
+        """The error that names each culprit with its state, as `sick` gives it."""
         words = {"gone": "gone (killed, or exited with an error of its own)", "stopped": "stopped (SIGSTOP)"}
         texts = []
         for rank, state in sorted(culprits.items()):

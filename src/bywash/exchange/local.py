@@ -11,7 +11,7 @@ from bywash.balance import StepPlan
 from bywash.errors import ConfigError
 from bywash.exchange.base import Exchange, Handle, Received
 from bywash.exchange.names import Combine
-from bywash.exchange.rows import send_lists, weighted_sum
+from bywash.exchange.rows import SendList, send_lists, weighted_sum
 from bywash.routing import Routing
 
 
@@ -49,6 +49,7 @@ class LocalExchange(Exchange):
             ids_NK=sent.ids_NK,
             weights_NK=sent.weights_NK,
             rows_from_R=[sent.tokens_N.numel()],
+            counts_RE=handle.routing.counts_E().numpy().astype(np.int32)[None, :],
         )
 
     def combine_start(self, handle: Handle, y_MD: Tensor) -> None:
@@ -59,7 +60,8 @@ class LocalExchange(Exchange):
     def combine_finish(self, handle: Handle) -> Tensor:
         """See `Exchange.combine_finish`."""
         handle.advance("combine_finish", "done")
-        x_TD, sent = handle.state["x_TD"], handle.state["sent"]
+        x_TD: Tensor = handle.state["x_TD"]
+        sent: SendList = handle.state["sent"]
         out = x_TD.new_zeros(x_TD.shape)
         out[sent.tokens_N] = weighted_sum(handle.state["y_MD"], sent.ids_NK, sent.weights_NK)
         handle.state.clear()

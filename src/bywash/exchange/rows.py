@@ -6,6 +6,7 @@ Knows nothing of processes or transports.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,15 +35,20 @@ def send_lists(routing: Routing, plan: StepPlan) -> list[SendList]:
     Example: ids_TK = [[0, 1], [1, 2]] with rank_E = [0, 0, 1] sends tokens [0, 1] to rank 0 with
     ids [[0, 1], [1, -1]], and token [1] to rank 1 with ids [[-1, 2]].
     """
-    ids = routing.ids_TK
-    rank_E = torch.from_numpy(plan.rank_E).long()
-    rank_TK = torch.where(ids >= 0, rank_E[ids.clamp(min=0)], -1)
+    ids_TK, weights_TK = routing.ids_TK.numpy(), routing.weights_TK.detach().numpy()
+    # numpy: a decode step has so few numbers that calls are what costs. "No expert" (-1) finds the rank appended last.
+    rank_TK = np.append(plan.rank_E, -1)[ids_TK]
     lists = []
     for rank in range(plan.rows_R.size):
         here_TK = rank_TK == rank
-        tokens = here_TK.any(dim=1).nonzero().squeeze(1)
-        ids_NK = torch.where(here_TK, ids, -1)[tokens]
-        lists.append(SendList(tokens_N=tokens, ids_NK=ids_NK, weights_NK=routing.weights_TK[tokens]))
+        tokens = np.flatnonzero(here_TK.any(axis=1))
+        ids_NK = np.where(here_TK[tokens], ids_TK[tokens], -1)
+        sent = SendList(
+            tokens_N=torch.from_numpy(tokens),
+            ids_NK=torch.from_numpy(ids_NK),
+            weights_NK=torch.from_numpy(weights_TK[tokens]),
+        )
+        lists.append(sent)
     return lists
 
 

@@ -9,8 +9,9 @@ import multiprocessing
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,7 +22,13 @@ RankMain = Callable[[Any, int, int, Any], None]
 """(payload, rank, ranks, store) -> None; must be importable by name."""
 
 MAX_LOCAL_RANKS = 64
-_PRELOAD = ["torch", "torch.distributed", "bywash.exchange", "bywash.models.loader", "bywash.models.generate"]
+# Imported once by the server that forks the ranks. modeling_utils and generation are what a model class pulls in.
+_PRELOAD = [
+    "torch.distributed",
+    "bywash.models.job",
+    "transformers.modeling_utils",
+    "transformers.generation",
+]
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,6 +52,7 @@ def run_local(main: RankMain, payload: Any, ranks: int, deadline_s: float) -> No
         raise ConfigError(f"--ranks {ranks}: choose 1 to {MAX_LOCAL_RANKS} local processes")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()  # its imports take seconds; let them run beside ours
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -65,7 +73,7 @@ def run_local(main: RankMain, payload: Any, ranks: int, deadline_s: float) -> No
             process.join()
 
 
-def _await(processes: list[BaseProcess], pipes: list[Connection], deadline_s: float) -> list[_Report]:
+def _await(processes: Sequence[BaseProcess], pipes: list[Connection], deadline_s: float) -> list[_Report]:
     """Collect every rank's report; after the first failure give the others one deadline to find out themselves."""
     reports: dict[int, _Report] = {}
     waiting = dict(enumerate(pipes))
@@ -77,7 +85,9 @@ def _await(processes: list[BaseProcess], pipes: list[Connection], deadline_s: fl
             reports[rank] = _read(rank, processes[rank], pipes[rank])
             if reports[rank].error is not None or reports[rank].crash:
                 end = end or time.monotonic() + deadline_s + 2.0
-        named = {r for report in reports.values() if isinstance(report.error, ExchangeError) for r in report.error.ranks}
+        named = {
+            r for report in reports.values() if isinstance(report.error, ExchangeError) for r in report.error.ranks
+        }
         if named and set(waiting) <= named:
             break  # everyone else has ended; those left are the ones that do not answer
     return [reports[rank] for rank in sorted(reports)]
@@ -102,12 +112,14 @@ def _raise_worst(reports: list[_Report]) -> None:
             raise RuntimeError(f"rank {report.rank} crashed; this is a bug in bywash:\n{report.crash}")
     errors = [report.error for report in reports if report.error is not None]
     own = [error for error in errors if not isinstance(error, RankLostError)]
-    seen_by_others = [error for error in errors if isinstance(error, RankLostError)]
     if own:
         raise own[0]
-    if seen_by_others:
-        # A survivor's account says where it was; the parent's own says how the rank ended. Print both, once each.
-        raise RankLostError("\n".join(dict.fromkeys(str(e) for e in seen_by_others)), seen_by_others[0].ranks)
+    lost = [(report.rank, report.error) for report in reports if isinstance(report.error, RankLostError)]
+    if lost:
+        # How the rank ended is this process's own account; where the others stood when they saw it is a survivor's.
+        ended = [error for rank, error in lost if rank in error.ranks][:1]
+        seen = [error for rank, error in lost if rank not in error.ranks][:1]
+        raise RankLostError("; ".join(str(error) for error in ended + seen), (ended + seen)[0].ranks)
 
 
 def _child(main: RankMain, payload: Any, rank: int, ranks: int, port: int, pipe: Connection) -> None:

@@ -24,7 +24,9 @@ def run_under_torchrun(main: RankMain, payload: Any, asked_ranks: int | None, de
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if asked_ranks is not None and asked_ranks != ranks:
-        raise ConfigError(f"--ranks {asked_ranks}: the launcher started {ranks} ranks; leave --ranks out under torchrun")
+        raise ConfigError(
+            f"--ranks {asked_ranks}: the launcher started {ranks} ranks; leave --ranks out under torchrun"
+        )
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=deadline_s)))
     except ValueError as error:

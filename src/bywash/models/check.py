@@ -52,7 +52,8 @@ class CheckReport:
             found.append("our gate and the model's own router chose differently")
         if not self.max_abs_logit_diff <= self.tolerance:
             found.append(
-                f"prefill logits differ from transformers by {self.max_abs_logit_diff:.3g}, more than {self.tolerance:.3g}"
+                f"prefill logits differ from transformers by {self.max_abs_logit_diff:.3g}, "
+                f"more than {self.tolerance:.3g}"
             )
         if combine == "exact" and not self.logits_identical:
             found.append("prefill logits are not bitwise those of one rank")
@@ -95,7 +96,10 @@ def logits_sha256(logits: Sequence[Tensor]) -> str:
 def _transformers_alone(options: JobOptions) -> tuple[list[Tensor], list[list[int]]]:
     """Prefill logits and greedy ids of each prompt as transformers computes them: no padding, no bywash."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        Path(options.directory), dtype=DTYPES[options.dtype], local_files_only=True, experts_implementation="eager"
+        Path(options.directory),
+        dtype=DTYPES[options.dtype],
+        local_files_only=True,
+        experts_implementation="eager",
     ).eval()
     stop = list(options.stop_ids) or None
     logits, tokens = [], []

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from bywash.errors import CheckpointError
 
 _ONE_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_ALL_EXPERTS = re.compile(r"\.experts\.[a-z_]+$")
+ALL_EXPERTS = re.compile(r"\.experts\.[a-z_]+$")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -66,7 +66,7 @@ def lazy_tensors(directory: Path, experts: Sequence[int]) -> Iterator[dict[str, 
                 if one and int(one[1]) not in mine:
                     continue
                 tensor = opened.get_slice(name)
-                tensors[name] = StackedExperts(tensor, experts) if _ALL_EXPERTS.search(name) else tensor
+                tensors[name] = StackedExperts(tensor, experts) if ALL_EXPERTS.search(name) else tensor
         yield tensors
 
 

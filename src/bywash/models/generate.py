@@ -142,9 +142,7 @@ def _joined(model: LanguageModel, layer: DecoderLayer, routed: list[tuple[Tensor
         return nothing, Routing(ids_TK=ids, weights_TK=torch.empty(ids.shape), num_experts=model.num_experts)
     ids = torch.cat([r.ids_TK for _, r in routed])
     weights = torch.cat([r.weights_TK for _, r in routed])
-    return torch.cat([x for x, _ in routed]), Routing(
-        ids_TK=ids, weights_TK=weights, num_experts=model.num_experts
-    )
+    return torch.cat([x for x, _ in routed]), Routing(ids_TK=ids, weights_TK=weights, num_experts=model.num_experts)
 
 
 def _advance(batch: MicroBatch, next_B: Tensor, result: Generation, stop_ids: frozenset[int]) -> None:

@@ -145,9 +145,7 @@ def _generate(
     layers = [layer.index for layer in stages.moe_layers]
     recorder = _recorder(options, stages, layers) if options.trace else None
     experts = {
-        layer.index: ExpertParallel(
-            exchange=exchange, placement=placement, experts=gated_experts(layer.experts_module)
-        )
+        layer.index: ExpertParallel(exchange=exchange, placement=placement, experts=gated_experts(layer.experts_module))
         for layer in stages.moe_layers
     }
     meter = _Meter(options, {layer: i for i, layer in enumerate(layers)}, exchange.ranks, watch, recorder)

@@ -24,7 +24,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
     # Wide enough that logits of different tokens are far apart: greedy ids must not hang on the last bit.
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

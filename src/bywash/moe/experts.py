@@ -1,6 +1,7 @@
 """Expert weights and their compute: a gated MLP per expert, rows grouped by expert.
 
-Shapes: L experts of this rank, D hidden, F intermediate, G = 2F, N rows received, M (row, expert) pairs, K experts/token.
+Shapes: L experts of this rank, D hidden, F intermediate, G = 2F, N rows received, K experts per token, M (row, expert)
+pairs.
 Row tiles make every row's result independent of its neighbours: a matrix product of one fixed shape gives a row the
 same bits wherever it stands, while a product over "however many rows came" does not.
 Knows nothing of ranks or transports. `ExpertParallel` calls it with what an exchange received.

@@ -25,7 +25,7 @@ class ExpertParallel:
     Attributes:
         exchange: this rank's end of the exchange; layers share one.
         placement: the home of every expert.
-        plan: the plan of the last step, for reports.
+        plan: the plan made from the last step's counts: what a report shows and a step with `reuse_plan` sends under.
     """
 
     def __init__(self, *, exchange: Exchange, placement: Placement, experts: Experts) -> None:
@@ -39,7 +39,7 @@ class ExpertParallel:
         # `fast` promises no bits, so it may use one product per expert, however many rows came.
         self._row_tile = None if exchange.combine_mode == "fast" else ROW_TILE
 
-    def __call__(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x_TD: Tensor, routing: Routing, *, reuse_plan: bool = False) -> Tensor:
         """Each token's weighted sum over its experts.
 
         Every rank calls, also with T = 0.
@@ -47,6 +47,9 @@ class ExpertParallel:
         Args:
             x_TD: [T, D] in float32, bfloat16 or float16; T may differ between ranks and steps.
             routing: this rank's routing of the same T tokens.
+            reuse_plan: send under the plan that the layer's last step left behind, without waiting for this step's
+                counts (they travel with the rows and make the next plan). For decode, where the round trip is a
+                large part of the step. All ranks pass the same; the first step of a layer counts first anyway.
 
         Returns:
             [T, D] in the dtype of x_TD; a token with no expert gets zeros.
@@ -54,14 +57,16 @@ class ExpertParallel:
         Raises:
             ConfigError: shapes that do not fit the layer.
             RankLostError, PlanMismatchError: see `Exchange.dispatch_start`.
+            RoutingError: ids or weights that no router may produce (checked on CPU tensors, where it is cheap).
         """
         self._check_shapes(x_TD, routing)
-        counts_RE = self.exchange.counts(routing.counts_E().numpy().astype(np.int32))
-        self.plan = plan_step(counts_RE, self.placement)
+        if self.plan is None or not reuse_plan:
+            counts_RE = self.exchange.counts(routing.counts_E().numpy().astype(np.int32))
+            self.plan = plan_step(counts_RE, self.placement)
         received, handle = self.exchange.dispatch(x_TD, routing, self.plan)
-        y_MD = run_experts(
-            self.experts, received.rows_ND, received.ids_NK, self._slot_of_E, row_tile=self._row_tile
-        )
+        if reuse_plan:
+            self.plan = plan_step(received.counts_RE, self.placement)
+        y_MD = run_experts(self.experts, received.rows_ND, received.ids_NK, self._slot_of_E, row_tile=self._row_tile)
         return self.exchange.combine(handle, y_MD)
 
     def _check_shapes(self, x_TD: Tensor, routing: Routing) -> None:
@@ -70,4 +75,8 @@ class ExpertParallel:
                 f"layer input {list(x_TD.shape)} must be [{routing.tokens} routed tokens, hidden {self.experts.hidden}]"
             )
         if routing.num_experts != self.placement.num_experts:
-            raise ConfigError(f"routing is over {routing.num_experts} experts, the layer has {self.placement.num_experts}")
+            raise ConfigError(
+                f"routing is over {routing.num_experts} experts, the layer has {self.placement.num_experts}"
+            )
+        if x_TD.device.type == "cpu":
+            routing.check()

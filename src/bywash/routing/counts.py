@@ -30,9 +30,7 @@ def load_counts(path: Path) -> tuple[tuple[int, ...], NDArray[np.float64]]:
     except OSError as error:
         raise TraceError(f"{path}: cannot read the counts: {error.strerror or error}") from error
     except ValueError as error:
-        raise TraceError(
-            f"{path}: is not JSON ({error}); give a trace file or a JSON list of counts"
-        ) from error
+        raise TraceError(f"{path}: is not JSON ({error}); give a trace file or a JSON list of counts") from error
     field, rows = "counts", data
     if isinstance(data, dict):
         field, rows = "logical_count", data.get("logical_count")

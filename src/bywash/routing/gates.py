@@ -66,16 +66,12 @@ class Gate:
         if self.groups < 1:
             raise ConfigError(f"gate.groups = {self.groups}: must be at least 1")
         if not 1 <= self.top_groups <= self.groups:
-            raise ConfigError(
-                f"gate.top_groups = {self.top_groups}: must be 1..groups, and groups = {self.groups}"
-            )
+            raise ConfigError(f"gate.top_groups = {self.top_groups}: must be 1..groups, and groups = {self.groups}")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ConfigError(f"gate.scale = {self.scale}: must be finite and above 0")
         if self.kind != "sigmoid" and (self.groups > 1 or self.scale != 1.0):
             field = "groups" if self.groups > 1 else "scale"
-            raise ConfigError(
-                f"gate.{field} = {getattr(self, field)}: only kind 'sigmoid' uses it, not {self.kind!r}"
-            )
+            raise ConfigError(f"gate.{field} = {getattr(self, field)}: only kind 'sigmoid' uses it, not {self.kind!r}")
         if self.kind == "topk_softmax" and not self.renormalise:
             raise ConfigError("gate.renormalise = False: weights of kind 'topk_softmax' always sum to one")
         if self.kind != "softmax" and self.round_to_logits:
@@ -88,9 +84,7 @@ class Gate:
         if self.groups == 1:
             return
         if num_experts % self.groups:
-            raise ConfigError(
-                f"gate.groups = {self.groups}: does not divide the layer's {num_experts} experts"
-            )
+            raise ConfigError(f"gate.groups = {self.groups}: does not divide the layer's {num_experts} experts")
         size = num_experts // self.groups
         if size < 2:
             raise ConfigError(
@@ -105,6 +99,11 @@ class Gate:
 
 def route(gate: Gate, logits_TE: Tensor, bias_E: Tensor | None = None) -> Routing:
     """Choose K experts for each token, bitwise as the family's own router does.
+
+    On the CPU with one thread, a token's bits do not depend on the tokens beside it, so ranks may split a batch
+    anyhow; for kind `sigmoid` only if E is a multiple of 32. Otherwise torch computes the sigmoid of the last few
+    numbers of the whole tensor with another instruction, which differs in the last bit, here as in the family's
+    own router.
 
     Args:
         gate: the rule.
@@ -187,17 +186,13 @@ def _keep_best_groups(gate: Gate, choice_TE: Tensor) -> Tensor:
 
 def _check_bias(gate: Gate, bias_E: Tensor, num_experts: int) -> None:
     if gate.kind != "sigmoid":
-        raise ConfigError(
-            f"gate.kind = {gate.kind!r}: takes no bias_E; only 'sigmoid' has a bias for the choice"
-        )
+        raise ConfigError(f"gate.kind = {gate.kind!r}: takes no bias_E; only 'sigmoid' has a bias for the choice")
     if bias_E.shape != (num_experts,) or bias_E.dtype != torch.float32:
         raise RoutingError(
             f"bias_E must be float32 [{num_experts}] for this layer, got {bias_E.dtype} {list(bias_E.shape)}"
         )
     if bias_E.device.type == "cpu" and math.isnan(float(bias_E.sum())):
-        raise RoutingError(
-            "bias_E holds NaN or both infinities; the checkpoint's e_score_correction_bias is damaged"
-        )
+        raise RoutingError("bias_E holds NaN or both infinities; the checkpoint's e_score_correction_bias is damaged")
 
 
 def _check_numbers(weights_TK: Tensor) -> None:

@@ -47,7 +47,10 @@ class TraceRecorder:
         self._missing: set[int] = set()  # layers the open step still waits for; asked by membership only
 
     def begin_step(
-        self, phase: int, token_prompt_T: "Tensor | Sequence[int]", token_position_T: "Tensor | Sequence[int]"
+        self,
+        phase: int,
+        token_prompt_T: "Tensor | Array | Sequence[int]",
+        token_position_T: "Tensor | Array | Sequence[int]",
     ) -> None:
         """Open the next step.
 
@@ -67,8 +70,7 @@ class TraceRecorder:
             raise TraceError(f"phase = {phase}: must be 0 (prefill) or 1 (decode)")
         if prompt.ndim != 1 or prompt.shape != position.shape:
             raise TraceError(
-                f"token_prompt_T {list(prompt.shape)} and token_position_T {list(position.shape)} must both "
-                "be [tokens]"
+                f"token_prompt_T {list(prompt.shape)} and token_position_T {list(position.shape)} must both be [tokens]"
             )
         self._kept = prompt >= 0
         self._missing = set(self._layers) if self._kept.any() else set()
@@ -88,22 +90,17 @@ class TraceRecorder:
             RoutingError: wrong shape, or a token that is no padding has an id that is no expert.
         """
         if not self._phases or layer not in self._layers:
-            raise TraceError(
-                f"layer = {layer}: call begin_step first, and add only layers {list(self._layers)}"
-            )
+            raise TraceError(f"layer = {layer}: call begin_step first, and add only layers {list(self._layers)}")
         if self._kept.any() and layer not in self._missing:
             raise TraceError(f"layer = {layer}: added twice in step {len(self._phases) - 1}")
         ids = _host(ids_TK)
         if ids.shape != (self._kept.size, self._top_k):
             raise RoutingError(
-                f"layer {layer}: ids {list(ids.shape)} must be [{self._kept.size} tokens, top_k "
-                f"{self._top_k}]"
+                f"layer {layer}: ids {list(ids.shape)} must be [{self._kept.size} tokens, top_k {self._top_k}]"
             )
         ids = ids[self._kept]
         if ids.size and not 0 <= ids.min() <= ids.max() < self._num_experts:
-            raise RoutingError(
-                f"layer {layer}: ids must be 0..{self._num_experts - 1}, got {ids.min()}..{ids.max()}"
-            )
+            raise RoutingError(f"layer {layer}: ids must be 0..{self._num_experts - 1}, got {ids.min()}..{ids.max()}")
         index = self._layers.index(layer)
         self._ids[-1][:, index] = ids
         if self._keep_weights:
@@ -122,9 +119,7 @@ class TraceRecorder:
         no_ids, none = np.zeros(shape, ids_dtype(self._num_experts)), np.zeros(0, np.int32)
         trace = RoutingTrace(
             ids_NLK=np.concatenate([no_ids, *self._ids]),
-            weights_NLK=np.concatenate([np.zeros(shape, np.float16), *self._weights])
-            if self._keep_weights
-            else None,
+            weights_NLK=np.concatenate([np.zeros(shape, np.float16), *self._weights]) if self._keep_weights else None,
             step_tokens_S=np.array([p.size for p in self._prompts], np.int32),
             step_phase_S=np.array(self._phases, np.uint8),
             token_prompt_N=np.concatenate([none, *self._prompts]),
@@ -139,9 +134,7 @@ class TraceRecorder:
 
     def _check_complete(self) -> None:
         if self._missing:
-            raise TraceError(
-                f"step {len(self._phases) - 1}: layers {sorted(self._missing)} were not recorded"
-            )
+            raise TraceError(f"step {len(self._phases) - 1}: layers {sorted(self._missing)} were not recorded")
 
 
 def merge_traces(parts: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -163,9 +156,7 @@ def merge_traces(parts: Sequence[RoutingTrace]) -> RoutingTrace:
     same = (keys[:, 1:] == keys[:, :-1]).all(axis=0)
     if same.any():
         s, p, at = keys[:, int(same.argmax())].tolist()
-        raise TraceError(
-            f"step {s} holds prompt {p}, position {at} twice; each token is recorded by one rank"
-        )
+        raise TraceError(f"step {s} holds prompt {p}, position {at} twice; each token is recorded by one rank")
     weights = [part.weights_NLK for part in parts if part.weights_NLK is not None]
     return RoutingTrace(
         ids_NLK=np.concatenate([part.ids_NLK for part in parts])[order],

@@ -55,9 +55,7 @@ class Routing:
                 f"{where}: ids {list(ids.shape)}, weights {list(weights.shape)}: both must be [tokens, top_k]"
             )
         if ids.dtype != torch.int64 or weights.dtype != torch.float32:
-            raise RoutingError(
-                f"{where}: ids must be int64 and weights float32, got {ids.dtype} and {weights.dtype}"
-            )
+            raise RoutingError(f"{where}: ids must be int64 and weights float32, got {ids.dtype} and {weights.dtype}")
         bad = (ids < NO_EXPERT) | (ids >= self.num_experts)
         if bad.any():
             token, k = (int(i) for i in bad.nonzero()[0])
@@ -77,7 +75,6 @@ class Routing:
         if repeated.any():
             token = int(repeated.nonzero()[0, 0])
             raise RoutingError(
-                f"{where}.ids[{token}] = {ids[token].tolist()} names an expert twice; a token may "
-                "choose each once"
+                f"{where}.ids[{token}] = {ids[token].tolist()} names an expert twice; a token may choose each once"
             )
         return self

@@ -58,9 +58,7 @@ class TraceShape:
         if self.num_experts > 65536:
             raise ConfigError(f"num_experts = {self.num_experts}: a trace holds at most 65536")
         if self.top_k > self.num_experts:
-            raise ConfigError(
-                f"top_k = {self.top_k}: there are only {self.num_experts} experts to choose from"
-            )
+            raise ConfigError(f"top_k = {self.top_k}: there are only {self.num_experts} experts to choose from")
 
 
 def uniform(shape: TraceShape, *, seed: int) -> RoutingTrace:
@@ -73,9 +71,7 @@ def zipf(shape: TraceShape, *, exponent: float, seed: int) -> RoutingTrace:
 
     Real layers fit 0.25 to 0.65 with K = 8 and about 0.9 with K = 1.
     """
-    return _one_topic(
-        shape, zipf_popularity(shape.num_experts, exponent), seed, f"zipf exponent={exponent:g}"
-    )
+    return _one_topic(shape, zipf_popularity(shape.num_experts, exponent), seed, f"zipf exponent={exponent:g}")
 
 
 def hot_set(shape: TraceShape, *, hot: int, share: float, seed: int) -> RoutingTrace:
@@ -91,15 +87,11 @@ def hot_set(shape: TraceShape, *, hot: int, share: float, seed: int) -> RoutingT
     popularity = np.full(shape.num_experts, (1.0 - share) / (shape.num_experts - hot))
     popularity[:hot] = share / hot
     if (popularity > 0).sum() < shape.top_k:
-        raise ConfigError(
-            f"share = {share:g}: leaves fewer than top_k = {shape.top_k} experts with any popularity"
-        )
+        raise ConfigError(f"share = {share:g}: leaves fewer than top_k = {shape.top_k} experts with any popularity")
     return _one_topic(shape, popularity, seed, f"hot_set hot={hot} share={share:g}")
 
 
-def drifting(
-    shape: TraceShape, *, topics: int, period: int, seed: int, exponent: float = 0.9
-) -> RoutingTrace:
+def drifting(shape: TraceShape, *, topics: int, period: int, seed: int, exponent: float = 0.9) -> RoutingTrace:
     """Zipf popularity whose hot experts change with the topic, and the topic changes every `period` steps.
 
     Step s has topic (s // period) mod `topics`; each change brings T new prompts, labelled `topic-0`,
@@ -134,9 +126,9 @@ def draw_distinct(popularity_E: Floats, tokens: int, top_k: int, rng: np.random.
     logarithms.
     """
     with np.errstate(divide="ignore"):
-        arrival_TE = rng.standard_exponential((tokens, popularity_E.size), np.float32) * (
-            1.0 / popularity_E
-        ).astype(np.float32)
+        arrival_TE = rng.standard_exponential((tokens, popularity_E.size), np.float32) * (1.0 / popularity_E).astype(
+            np.float32
+        )
     if top_k < popularity_E.size:
         first_TK = np.argpartition(arrival_TE, top_k - 1, axis=1)[:, :top_k]
     else:

@@ -182,9 +182,7 @@ def zipf_exponent(counts_LE: Counts) -> Floats:
     x_E = np.log(np.arange(1, sorted_LE.shape[1] + 1))
     y_LE = np.log(np.where(inside_LE, sorted_LE, 1.0))
     with np.errstate(invalid="ignore", divide="ignore"):
-        x_LE = np.where(
-            inside_LE, x_E - (inside_LE * x_E).sum(axis=1, keepdims=True) / fitted_L[:, None], 0.0
-        )
+        x_LE = np.where(inside_LE, x_E - (inside_LE * x_E).sum(axis=1, keepdims=True) / fitted_L[:, None], 0.0)
         slope_L: Floats = (x_LE * y_LE).sum(axis=1) / (x_LE * x_LE).sum(axis=1)
     return -slope_L
 
@@ -207,9 +205,7 @@ def drift_between(counts_WLE: Counts) -> tuple[Floats, Floats]:
     share_WLE = counts_WLE / total_WL[:, :, None]
     drift_WL = np.abs(np.diff(share_WLE, axis=0)).sum(axis=2) / 2
     pooled_WLE = (counts_WLE[1:] + counts_WLE[:-1]) / (total_WL[1:] + total_WL[:-1])[:, :, None]
-    spread_WL = np.sqrt(pooled_WLE * (1 - pooled_WLE)).sum(axis=2) * np.sqrt(
-        1 / total_WL[1:] + 1 / total_WL[:-1]
-    )
+    spread_WL = np.sqrt(pooled_WLE * (1 - pooled_WLE)).sum(axis=2) * np.sqrt(1 / total_WL[1:] + 1 / total_WL[:-1])
     return drift_WL.mean(axis=0), np.minimum(1.0, math.sqrt(2 / math.pi) / 2 * spread_WL.mean(axis=0))
 
 

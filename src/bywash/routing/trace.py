@@ -168,9 +168,7 @@ class RoutingTrace:
         else:
             rank_P = np.asarray(rank_of_prompt, np.int64)
             if rank_P.shape != (self.prompts,):
-                raise TraceError(
-                    f"rank_of_prompt: {rank_P.size} entries, but the trace has {self.prompts} prompts"
-                )
+                raise TraceError(f"rank_of_prompt: {rank_P.size} entries, but the trace has {self.prompts} prompts")
             if rank_P.size and not 0 <= rank_P.min() <= rank_P.max() < ranks:
                 raise TraceError(f"rank_of_prompt: entries must be 0..{ranks - 1}")
             rank_T = rank_P[prompt_T]
@@ -200,11 +198,7 @@ def _counts_LE(ids_NLK: Array, num_experts: int) -> IntArray:
 def _check_header(trace: RoutingTrace) -> None:
     if not 1 <= trace.num_experts <= 65536:
         raise TraceError(f"num_experts = {trace.num_experts}: must be 1..65536")
-    if (
-        not trace.layers
-        or any(n < 0 for n in trace.layers)
-        or list(trace.layers) != sorted(set(trace.layers))
-    ):
+    if not trace.layers or any(n < 0 for n in trace.layers) or list(trace.layers) != sorted(set(trace.layers)):
         raise TraceError(f"layers = {list(trace.layers)}: must be rising layer numbers, at least one")
     if trace.source not in get_args(TraceSource):
         raise TraceError(f"source = {trace.source!r}: must be one of {', '.join(get_args(TraceSource))}")
@@ -215,9 +209,7 @@ def _check_header(trace: RoutingTrace) -> None:
 def _check_arrays(trace: RoutingTrace) -> None:
     ids = trace.ids_NLK
     if ids.ndim != 3 or ids.shape[1] != len(trace.layers) or ids.shape[2] < 1:
-        raise TraceError(
-            f"ids_NLK: shape {list(ids.shape)}, must be [tokens, {len(trace.layers)} layers, top_k >= 1]"
-        )
+        raise TraceError(f"ids_NLK: shape {list(ids.shape)}, must be [tokens, {len(trace.layers)} layers, top_k >= 1]")
     count = ids.shape[0]
     _check_array("ids_NLK", ids, ids_dtype(trace.num_experts), ids.shape)
     _check_array("step_tokens_S", trace.step_tokens_S, np.dtype(np.int32), trace.step_tokens_S.shape[:1])
@@ -226,17 +218,14 @@ def _check_arrays(trace: RoutingTrace) -> None:
     _check_array("token_position_N", trace.token_position_N, np.dtype(np.int32), (count,))
     total = int(trace.step_tokens_S.sum(dtype=np.int64))
     if total != count or (trace.step_tokens_S < 0).any():
-        raise TraceError(
-            f"step_tokens_S: sums to {total} tokens (none may be negative), but ids_NLK has {count}"
-        )
+        raise TraceError(f"step_tokens_S: sums to {total} tokens (none may be negative), but ids_NLK has {count}")
     if (trace.step_phase_S > DECODE).any():
         raise TraceError(f"step_phase_S: holds {trace.step_phase_S.max()}; must be 0 (prefill) or 1 (decode)")
     if count and (trace.token_prompt_N.min() < 0 or trace.token_position_N.min() < 0):
         raise TraceError("token_prompt_N and token_position_N: must not be negative")
     if trace.topics and count and trace.token_prompt_N.max() >= len(trace.topics):
         raise TraceError(
-            f"topics: {len(trace.topics)} labels, but token_prompt_N names prompt "
-            f"{trace.token_prompt_N.max()}"
+            f"topics: {len(trace.topics)} labels, but token_prompt_N names prompt {trace.token_prompt_N.max()}"
         )
     if trace.weights_NLK is not None:
         _check_array("weights_NLK", trace.weights_NLK, np.dtype(np.float16), ids.shape)

@@ -1,0 +1,347 @@
+"""`shm`: the exchange between CPU processes of one host, through memory that all of them map.
+
+Every rank writes straight into its peers' heaps: rows with index, weights and counts in one message, outputs into slots
+that the source owns, each behind one flag that says which step and which plan it belongs to. No step waits for more
+than it reads: two generations of every buffer stand in for a leading barrier. docs/shm.md explains the protocol.
+
+Shapes: T tokens, K experts per token, D hidden, R ranks, E experts, N rows received, M pairs computed here, S source
+slots. `shm_layout` knows the addresses, `shm_endpoint` flags and waiting, `shm_watch` the blame, `link` the emulated
+network; this file the order of events in a step.
+"""
+
+import ctypes
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bywash.balance import StepPlan
+from bywash.errors import ConfigError
+from bywash.exchange.base import Exchange, Handle, Received
+from bywash.exchange.group import Group
+from bywash.exchange.link import Links
+from bywash.exchange.names import Combine
+from bywash.exchange.ordered_sum import OrderedSum
+from bywash.exchange.rows import SendList, pairs_per_rank, send_lists
+from bywash.exchange.shm_endpoint import SIGNAL_BYTES, ShmEndpoint
+from bywash.exchange.shm_layout import GENERATIONS, Header, Message, RowsHeap, RowsLayout, round_up_tokens
+from bywash.routing import Routing
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One step in flight.
+
+    Attributes:
+        number, generation: which step, and which buffers it uses.
+        digest: hash of the plan it was sent under.
+        x_TD, weights_TK, lists, counts_E: what this rank sends.
+        output_slot_R: where in this rank's output slots each rank's outputs for it begin.
+        heap: the rows heap that the step uses; None until the first one is open.
+        source_slot_R: where in each source's output slots this rank's outputs begin.
+        received: what arrived.
+    """
+
+    number: int
+    generation: int
+    digest: int
+    x_TD: Tensor
+    weights_TK: Tensor
+    lists: list[SendList]
+    counts_E: NDArray[np.uint64]
+    output_slot_R: list[int]
+    heap: RowsHeap | None
+    source_slot_R: list[int] = field(default_factory=list)
+    received: Received | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Hidden size, top-k and the number of the dtype: equal on all ranks."""
+        return self.x_TD.shape[1], self.weights_TK.shape[1], _DTYPES.index(self.x_TD.dtype)
+
+
+class ShmExchange(Exchange):
+    """One-sided puts into symmetric heaps.
+
+    Up to two steps may be in flight at once. `Received.rows_ND` lies in the heap and is valid until `combine_start`.
+    """
+
+    name = "shm"
+
+    def __init__(
+        self, group: Group, *, combine_mode: Combine = "exact", tokens: int = 0, link: Links | None = None
+    ) -> None:
+        """Prepare; the heaps are opened by the first step, when its shape is known.
+
+        Args:
+            group: the ranks, all on this host. Its `deadline_s` bounds every wait.
+            combine_mode: see `Exchange`.
+            tokens: the most tokens a rank is expected to bring to a step, to size the heap once. A larger step is
+                no error: all ranks then open a larger heap.
+            link: emulate a link between ranks (see `Link`); `emulated` then says so.
+
+        Raises:
+            ConfigError: ranks on several hosts, more than 64 ranks, or a machine without x86 store order.
+        """
+        super().__init__(rank=group.rank, ranks=group.ranks, combine_mode=combine_mode)
+        self._end = ShmEndpoint(group, self.combine_mode, link)
+        self.emulated = self._end.emulated
+        self._tokens = tokens
+        self._rows: RowsHeap | None = None
+        self._sum: OrderedSum | None = None
+        self._partials = torch.empty(0)
+        self._shape: tuple[int, int, int] | None = None
+        self._steps_begun = 0
+        self._in_flight: list[_Step | None] = [None] * GENERATIONS
+
+    def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
+        """See `Exchange.counts`."""
+        self._end.open_control(counts_E.size)
+        counts_RE = self._end.exchange_counts(counts_E)
+        self.traffic.wire_bytes += (self.ranks - 1) * (8 * counts_E.size + SIGNAL_BYTES // 2)
+        return counts_RE
+
+    def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
+        """See `Exchange.dispatch_start`. Rows go to fixed places, so neither counts nor sizes are waited for."""
+        self._end.open_control(routing.num_experts)
+        step = self._begin(x_TD, routing, plan)
+        for peer in self._end.peers:
+            self._send_rows(step, peer, Message.ROWS)
+        self.traffic.logical_bytes += 2 * int(step.counts_E.sum()) * x_TD.shape[1] * x_TD.element_size()
+        return Handle(routing=routing, plan=plan, state={"step": step})
+
+    def dispatch_finish(self, handle: Handle) -> Received:
+        """See `Exchange.dispatch_finish`."""
+        handle.advance("dispatch_finish", "combine_start")
+        step: _Step = handle.state["step"]
+        self._end.await_flags(Message.ROWS, step.number, "waiting for dispatched rows")
+        self._end.check_plans(Message.ROWS, step.number, step.digest)
+        headers_R = [self._header(step, source) for source in range(self.ranks)]
+        most = max(header[Header.TOKENS] for header in headers_R)
+        if step.heap is None or step.heap.layout.tokens < most:
+            self._send_again(step, most)
+        step.source_slot_R = [header[Header.OUTPUT_SLOT] for header in headers_R]
+        step.received = self._collect(step, [header[Header.ROWS] for header in headers_R])
+        self.traffic.steps += 1
+        return step.received
+
+    def combine_start(self, handle: Handle, y_MD: Tensor) -> None:
+        """See `Exchange.combine_start`."""
+        step: _Step = handle.state["step"]
+        heap, received = step.heap, step.received
+        assert heap is not None, "dispatch_finish opens it"
+        assert received is not None, "dispatch_finish sets it"
+        ids_NK = received.ids_NK.numpy()
+        pairs_N = np.count_nonzero(ids_NK >= 0, axis=1).cumsum()
+        _check_outputs(step, y_MD, int(pairs_N[-1]) if pairs_N.size else 0)
+        handle.advance("combine_start", "combine_finish")
+        y_MD = y_MD.detach()
+        ends_R = np.cumsum([0, *received.rows_from_R])
+        ready = y_MD
+        if self.combine_mode == "exact":
+            ends_R = np.append(0, pairs_N)[ends_R]
+        else:
+            ready = self._partial_sums(y_MD, received)
+        for source in (*self._end.peers, self.rank):
+            begun_ns = time.monotonic_ns()
+            first, end = ends_R[source].item(), ends_R[source + 1].item()
+            slot = step.source_slot_R[source]
+            heap.outputs[source][step.generation][slot : slot + end - first].copy_(ready[first:end])
+            if source != self.rank:
+                size = (end - first) * heap.layout.row_bytes
+                signal = self._end.signal(Message.OUTPUTS, step.number, step.digest, source, size, begun_ns)
+                self.traffic.wire_bytes += signal
+                self.traffic.rows_returned += end - first
+
+    def combine_finish(self, handle: Handle) -> Tensor:
+        """See `Exchange.combine_finish`."""
+        handle.advance("combine_finish", "done")
+        step: _Step = handle.state["step"]
+        assert step.heap is not None and self._sum is not None
+        exact = self.combine_mode == "exact"
+        # Where the terms of each token's sum will be: worked out before the wait, not after it.
+        at_TJ = _pair_slots(step) if exact else _partial_slots(step)
+        self._end.await_flags(Message.OUTPUTS, step.number, "waiting for outputs")
+        out_TD = torch.empty(step.x_TD.shape, dtype=step.x_TD.dtype)
+        weights_TK = step.weights_TK.numpy() if exact else None
+        self._sum(step.heap.outputs[self.rank][step.generation], at_TJ, weights_TK, out_TD)
+        self._in_flight[step.generation] = None
+        handle.state.clear()
+        return out_TD
+
+    def close(self) -> None:
+        """See `Exchange.close`. The heaps go with the last view of them; the group stays open."""
+        self._end.close()
+        self._rows = None
+        self._in_flight = [None] * GENERATIONS
+
+    def _begin(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> _Step:
+        """Check the step against the exchange, and work out who gets what."""
+        if plan.rows_R.size != self.ranks or plan.rank_E.size != routing.num_experts:
+            raise ConfigError(
+                f"exchange shm: a plan for {plan.rows_R.size} ranks and {plan.rank_E.size} experts; this step has "
+                f"{self.ranks} and {routing.num_experts}"
+            )
+        if x_TD.dtype not in _DTYPES or x_TD.device.type != "cpu":
+            raise ConfigError(
+                f"exchange shm: rows are {x_TD.dtype} on {x_TD.device}; float32, bfloat16 or float16 on cpu"
+            )
+        generation, experts = self._steps_begun % GENERATIONS, routing.num_experts
+        before = self._in_flight[generation]
+        if before is not None:
+            raise ConfigError(
+                f"exchange shm: {GENERATIONS} steps are in flight; finish the combine of step {before.number} first"
+            )
+        lists = send_lists(routing, plan)
+        exact = self.combine_mode == "exact"
+        sizes = pairs_per_rank(lists) if exact else [sent.tokens_N.numel() for sent in lists]
+        step = _Step(
+            number=self._steps_begun,
+            generation=generation,
+            digest=plan.digest,
+            x_TD=x_TD.detach(),
+            weights_TK=routing.weights_TK.detach(),
+            lists=lists,
+            counts_E=np.bincount(routing.ids_TK.numpy().ravel() + 1, minlength=experts + 1)[1:].astype(np.uint64),
+            output_slot_R=[sum(sizes[:rank]) for rank in range(self.ranks)],
+            heap=self._rows,
+        )
+        if self._shape is None:
+            self._shape, self._sum = step.shape, OrderedSum(x_TD.shape[1], x_TD.dtype, max(routing.top_k, self.ranks))
+        if step.shape != self._shape:
+            was = (*self._shape[:2], _DTYPES[self._shape[2]])
+            raise ConfigError(
+                f"exchange shm: hidden {step.shape[0]}, top-{step.shape[1]}, {x_TD.dtype}; the exchange was opened "
+                "by a step with hidden {}, top-{}, {}; layers that differ need an exchange each".format(*was)
+            )
+        self._steps_begun += 1
+        self._in_flight[generation] = step
+        return step
+
+    def _send_rows(self, step: _Step, peer: int, message: Message) -> None:
+        """Put this rank's rows for `peer` into its heap, then counts and header, then the flag.
+
+        A step that is larger than the heap sends its header alone; every rank sees that and opens a larger one.
+        """
+        begun_ns = time.monotonic_ns()
+        sent, control, size = step.lists[peer], self._end.control, 0
+        rows = sent.tokens_N.numel()
+        if step.heap is not None and step.x_TD.shape[0] <= step.heap.layout.tokens:
+            heap, generation = step.heap, step.generation
+            place = slice(self.rank * heap.layout.tokens, self.rank * heap.layout.tokens + rows)
+            torch.index_select(step.x_TD, 0, sent.tokens_N, out=heap.rows[peer][generation][place])
+            heap.ids[peer][generation][place].copy_(sent.ids_NK)
+            heap.weights[peer][generation][place].copy_(sent.weights_NK)
+            size = rows * (heap.layout.row_bytes + 8 * heap.layout.top_k)
+            self.traffic.rows_sent += rows
+        control.arrays[peer][control.layout.step_counts(step.generation, self.rank)] = step.counts_E
+        words, at = control.words[peer], control.layout.header(step.generation, self.rank)
+        for word, value in enumerate(self._own_header(step, peer)):
+            words[at + word] = value
+        size += Header.WIDTH * 8 + step.counts_E.nbytes
+        self.traffic.wire_bytes += self._end.signal(message, step.number, step.digest, peer, size, begun_ns)
+
+    def _send_again(self, step: _Step, tokens: int) -> None:
+        """Open a heap for `tokens` and send the step once more. All ranks saw the same headers, so all come here."""
+        if self._rows is None or self._rows.layout.tokens < tokens:
+            hidden, top_k, dtype = step.shape
+            outputs = top_k if self.combine_mode == "exact" else min(self.ranks, top_k)
+            self._rows = self._end.open_rows(
+                RowsLayout(
+                    ranks=self.ranks,
+                    tokens=round_up_tokens(max(tokens, self._tokens)),
+                    hidden=hidden,
+                    top_k=top_k,
+                    dtype=_DTYPES[dtype],
+                    outputs_per_token=outputs,
+                )
+            )
+        step.heap = self._rows
+        for peer in self._end.peers:
+            self._send_rows(step, peer, Message.ROWS_AGAIN)
+        self._end.await_flags(Message.ROWS_AGAIN, step.number, "waiting for rows sent again into a larger heap")
+
+    def _own_header(self, step: _Step, peer: int) -> list[int]:
+        """What `peer` is told, in the order of `Header`."""
+        return [step.x_TD.shape[0], step.lists[peer].tokens_N.numel(), step.output_slot_R[peer], *step.shape]
+
+    def _header(self, step: _Step, source: int) -> list[int]:
+        """What `source` has told this rank, checked against this rank's shapes."""
+        if source == self.rank:
+            return self._own_header(step, source)
+        at = self._end.control.layout.header(step.generation, source)
+        header = self._end.control.words[self.rank][at : at + Header.WIDTH].tolist()
+        shape = tuple(header[Header.HIDDEN : Header.DTYPE + 1])
+        if shape != step.shape:
+            texts = ["hidden {}, top-{}, {}".format(*s[:2], _DTYPES[s[2]]) for s in (shape, step.shape)]
+            self._end.fail(ConfigError(f"rank {source} sends rows of {texts[0]}; rank {self.rank} has {texts[1]}"))
+        return header
+
+    def _collect(self, step: _Step, rows_from_R: list[int]) -> Received:
+        """Close the gaps between the sources' rows, in place, and add this rank's own."""
+        assert step.heap is not None
+        heap, generation, me, own = step.heap, step.generation, self.rank, step.lists[self.rank]
+        rows_PD, room, row_bytes = heap.rows[me][generation], heap.layout.tokens, heap.layout.row_bytes
+        # Rank 0's own rows end where rank 1's begin, so that with two ranks nothing has to move.
+        start = at = room - rows_from_R[0] if me == 0 and self.ranks > 1 else 0
+        for source, rows in enumerate(rows_from_R):
+            if source == me:
+                torch.index_select(step.x_TD, 0, own.tokens_N, out=rows_PD[at : at + rows])
+            elif at != source * room:
+                address = rows_PD.data_ptr()
+                ctypes.memmove(address + at * row_bytes, address + source * room * row_bytes, rows * row_bytes)
+            at += rows
+        ids, weights = heap.ids[me][generation], heap.weights[me][generation]
+        places = [slice(source * room, source * room + rows) for source, rows in enumerate(rows_from_R)]
+        control = self._end.control
+        counts = control.arrays[me]
+        counts[control.layout.step_counts(generation, me)] = step.counts_E
+        return Received(
+            rows_ND=rows_PD[start:at],
+            ids_NK=torch.cat([own.ids_NK if r == me else ids[place].long() for r, place in enumerate(places)]),
+            weights_NK=torch.cat([own.weights_NK if r == me else weights[place] for r, place in enumerate(places)]),
+            rows_from_R=rows_from_R,
+            counts_RE=counts[control.layout.step_counts_of_all(generation)].reshape(self.ranks, -1).astype(np.int32),
+        )
+
+    def _partial_sums(self, y_MD: Tensor, received: Received) -> Tensor:
+        """[N, D]: each received row's outputs, weighted and summed in k order, rounded once to the model's dtype."""
+        assert self._sum is not None, "the first step makes it"
+        valid_NK = received.ids_NK.numpy() >= 0
+        at_NK = np.where(valid_NK, valid_NK.ravel().cumsum().reshape(valid_NK.shape) - 1, -1)
+        if self._partials.shape[0] < at_NK.shape[0]:
+            self._partials = torch.empty(at_NK.shape[0], y_MD.shape[1], dtype=y_MD.dtype)
+        partials_ND = self._partials[: at_NK.shape[0]]
+        self._sum(y_MD, at_NK, received.weights_NK.numpy(), partials_ND)
+        return partials_ND
+
+
+def _check_outputs(step: _Step, y_MD: Tensor, pairs: int) -> None:
+    if y_MD.shape != (pairs, step.shape[0]) or y_MD.dtype != step.x_TD.dtype:
+        raise ConfigError(
+            f"combine: outputs are {y_MD.dtype} {list(y_MD.shape)}, this step needs {step.x_TD.dtype} "
+            f"[{pairs} pairs, hidden {step.shape[0]}]"
+        )
+
+
+def _pair_slots(step: _Step) -> NDArray[np.int64]:
+    """int64 [T, K]: the slot of each (token, expert) output, -1 for none. Each rank returns its pairs in order."""
+    at_TK = np.full(step.weights_TK.shape, -1, dtype=np.int64)
+    for sent, slot in zip(step.lists, step.output_slot_R, strict=True):
+        rows, ks = np.nonzero(sent.ids_NK.numpy() >= 0)
+        at_TK[sent.tokens_N.numpy()[rows], ks] = np.arange(slot, slot + rows.size)
+    return at_TK
+
+
+def _partial_slots(step: _Step) -> NDArray[np.int64]:
+    """int64 [T, R]: the slot of each rank's partial sum for each token, -1 for none."""
+    at_TR = np.full((step.x_TD.shape[0], len(step.lists)), -1, dtype=np.int64)
+    for rank, (sent, slot) in enumerate(zip(step.lists, step.output_slot_R, strict=True)):
+        tokens_N = sent.tokens_N.numpy()
+        at_TR[tokens_N, rank] = np.arange(slot, slot + tokens_N.size)
+    return at_TR

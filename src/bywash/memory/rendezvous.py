@@ -1,0 +1,167 @@
+"""Giving every rank a mapping of every other rank's heap, with nothing left on disk or in a name space.
+
+Each rank listens on an abstract Unix socket (the kernel drops it with the process), sends its heap's descriptor to
+every peer, and maps what it is sent. Names and a secret travel through the group's store. A rank whose allocation
+failed sends the reason instead, so that everybody can name it. Knows nothing of what the heaps hold.
+"""
+
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from contextlib import ExitStack, suppress
+from typing import Any, Protocol
+
+from bywash.errors import ConfigError
+from bywash.memory.heap import Heap, available_bytes
+
+_HELLO_BYTES = 2048
+_POLL_S = 0.05
+
+
+class Members(Protocol):
+    """What the rendezvous needs of a group of ranks."""
+
+    rank: int
+    ranks: int
+    deadline_s: float
+
+    def share(self, value: str, during: str) -> list[str]:
+        """Every rank's `value`, by rank."""
+
+    def raise_if_gone(self, during: str) -> None:
+        """Raise an error that names ranks whose process is gone or stopped."""
+
+    def late(self, ranks: list[int], during: str) -> Exception:
+        """The error that says that `ranks` did not answer in time."""
+
+
+def open_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts: dict[str, Any]) -> list[Heap]:
+    """Create this rank's heap of `heap_bytes`, map everyone's, and return them by rank. Every rank calls.
+
+    Args:
+        members: the ranks, all on this host.
+        heap_bytes: the same on every rank.
+        arithmetic: how `heap_bytes` comes about, for the error when it does not fit.
+        facts: JSON values that must be equal on all ranks, by option name.
+
+    Raises:
+        ConfigError: heaps that do not fit into memory (before any is allocated, on all ranks alike), an allocation
+            that failed on some rank (named), or facts that differ (named).
+        RankLostError: a rank died or did not come before the deadline.
+    """
+    during = "opening the shared-memory heaps"
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        name, token = f"bywash-{secrets.token_hex(16)}", secrets.token_hex(16)
+        listener.bind(b"\0" + name.encode())
+        listener.listen(members.ranks)
+        mine = {"name": name, "token": token, "facts": facts, "bytes": heap_bytes, "available": available_bytes()}
+        cards = [json.loads(text) for text in members.share(json.dumps(mine), during)]
+        _check_facts(cards)
+        _check_fit(cards, heap_bytes, arithmetic)
+        error = ""
+        descriptor = -1
+        try:
+            descriptor = Heap.create(heap_bytes)
+            stack.callback(os.close, descriptor)
+        except OSError as reason:
+            error = f"{reason.strerror or reason}"
+        _send_to_all(members, cards, descriptor, error, during)
+        if error:
+            raise _refused(members.rank, heap_bytes, error, arithmetic)
+        heaps = {members.rank: Heap(descriptor, heap_bytes)}
+        _receive_from_all(members, listener, token, heaps, heap_bytes, arithmetic)
+    return [heaps[rank] for rank in range(members.ranks)]
+
+
+def _check_facts(cards: list[dict[str, Any]]) -> None:
+    for name, expected in cards[0]["facts"].items():
+        for rank, card in enumerate(cards):
+            if card["facts"].get(name) != expected:
+                raise ConfigError(
+                    f"{name}: rank {rank} has {card['facts'].get(name)!r}, rank 0 has {expected!r}; "
+                    "every rank must open the exchange alike"
+                )
+
+
+def _check_fit(cards: list[dict[str, Any]], heap_bytes: int, arithmetic: str) -> None:
+    """All ranks see the same numbers, taken before anyone allocates, and so all decide alike."""
+    total, available = heap_bytes * len(cards), min(card["available"] for card in cards)
+    if total > available:
+        raise ConfigError(
+            f"--exchange shm: the heaps do not fit: {len(cards)} ranks x {_mib(heap_bytes)} = {_mib(total)}, and "
+            f"{_mib(available)} of memory are available on this host. One heap is {arithmetic}. "
+            "Give a step fewer tokens (smaller prompts or micro-batches), or use --exchange gloo"
+        )
+
+
+def _refused(rank: int, heap_bytes: int, error: str, arithmetic: str) -> ConfigError:
+    return ConfigError(
+        f"--exchange shm: rank {rank} could not allocate its heap of {_mib(heap_bytes)}: {error}. "
+        f"One heap is {arithmetic}"
+    )
+
+
+def _send_to_all(members: Members, cards: list[dict[str, Any]], descriptor: int, error: str, during: str) -> None:
+    """One packet to each peer. It waits in the peer's socket, so nobody has to accept first."""
+    for rank, card in enumerate(cards):
+        if rank == members.rank:
+            continue
+        hello = json.dumps({"rank": members.rank, "token": card["token"], "error": error[:500]}).encode()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+            peer.settimeout(members.deadline_s)
+            try:
+                peer.connect(b"\0" + card["name"].encode())
+                socket.send_fds(peer, [hello], [descriptor] if descriptor >= 0 else [])
+            except OSError as reason:
+                raise members.late([rank], during) from reason
+
+
+def _receive_from_all(
+    members: Members, listener: socket.socket, token: str, heaps: dict[int, Heap], heap_bytes: int, arithmetic: str
+) -> None:
+    """Accept one packet from each peer and map what it brings, up to the deadline."""
+    during = "opening the shared-memory heaps"
+    end = time.monotonic() + members.deadline_s
+    listener.settimeout(_POLL_S)
+    while missing := [rank for rank in range(members.ranks) if rank not in heaps]:
+        if time.monotonic() > end:
+            raise members.late(missing, during)
+        try:
+            peer = listener.accept()[0]
+        except TimeoutError:
+            members.raise_if_gone(during)
+            continue
+        with peer:
+            hello, descriptors = _read_hello(peer, token)
+            try:
+                if hello is None or hello["rank"] not in missing:
+                    continue
+                if not descriptors:
+                    raise _refused(hello["rank"], heap_bytes, hello["error"], arithmetic)
+                heaps[hello["rank"]] = Heap(descriptors[0], heap_bytes)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+
+def _read_hello(peer: socket.socket, token: str) -> tuple[dict[str, Any] | None, list[int]]:
+    """One packet, or None if it is not from a rank of this job: anybody may knock at an abstract socket."""
+    peer.settimeout(_POLL_S)
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    if struct.unpack("3i", credentials)[1] != os.getuid():
+        return None, []
+    with suppress(OSError, ValueError, KeyError):
+        text, descriptors, _, _ = socket.recv_fds(peer, _HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        hello = json.loads(text)
+        if secrets.compare_digest(hello["token"], token):
+            return hello, list(descriptors)
+        return None, list(descriptors)
+    return None, []
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,48 @@
+"""The training example at miniature size: its corpus, and a stopped run that resumes to the same weights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def call(script, *arguments):
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    call("corpus.py", "--out", folder)
+    return folder
+
+
+def test_corpus_has_every_topic_in_every_split(corpus):
+    about = json.loads((corpus / "corpus.json").read_text())
+    assert len(about["files"]) == 9
+    for name, facts in about["files"].items():
+        data = (corpus / name).read_bytes()
+        assert len(data) == facts["bytes"] > 20_000, name
+        assert data.count(b"\0") == facts["documents"] - 1, name
+        data.decode()
+
+
+def test_a_stopped_run_resumes_to_the_same_weights(corpus, tmp_path):
+    train = ("train_tiny_moe.py", "--miniature", "--device", "cpu", "--corpus", corpus)
+    call(*train, "--out", tmp_path / "whole")
+    call(*train, "--out", tmp_path / "parts", "--until", 20)
+    assert "resuming after step 20" in call(*train, "--out", tmp_path / "parts")
+    whole, parts = (tmp_path / name / "moe" for name in ("whole", "parts"))
+    for name in ("model.safetensors", "config.json"):
+        assert (whole / "best" / name).read_bytes() == (parts / "best" / name).read_bytes()
+    log = [json.loads(line) for line in (parts / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [10, 20, 30, 40]
+    assert log[-1]["validation"]["mix"] < log[0]["validation"]["mix"]

@@ -1,0 +1,83 @@
+"""Rank processes for tests: they join one group, then run any importable function that a test sends them."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from typing import Any
+
+import torch.distributed as dist
+
+from bywash.errors import BywashError, RankLostError
+from bywash.exchange import Group
+
+ANSWER_S = 120.0
+
+
+class RankPool:
+    """`ranks` processes in one gloo group. A task is `fn(group, *args)`; every rank runs it with its own args."""
+
+    def __init__(self, ranks: int, *, deadline_s: float = 10.0) -> None:
+        self.ranks, self.healthy = ranks, True
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "bywash.moe", "tests.ranks"])
+        forkserver.ensure_running()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes, self._pipes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, ranks, self._store.port, deadline_s, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def send(self, fn: Callable[..., Any], args_R: Sequence[tuple[Any, ...]]) -> None:
+        for pipe, args in zip(self._pipes, args_R, strict=True):
+            pipe.send((fn, args))
+
+    def receive(self, rank: int, timeout_s: float = ANSWER_S) -> Any:
+        """One rank's result, or the exception it raised (returned, not raised)."""
+        if not self._pipes[rank].poll(timeout_s):
+            self.close()
+            raise TimeoutError(f"rank {rank} gave no answer within {timeout_s} s")
+        return self._pipes[rank].recv()
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """The same arguments on every rank; results by rank, the first exception raised."""
+        return self.run_each(fn, [args] * self.ranks)
+
+    def run_each(self, fn: Callable[..., Any], args_R: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.send(fn, args_R)
+        results = [self.receive(rank) for rank in range(self.ranks)]
+        errors = [result for result in results if isinstance(result, Exception)]
+        if errors:
+            self.close()  # ranks may be out of step: the next test gets a new pool
+            raise min(errors, key=lambda error: isinstance(error, RankLostError))  # the cause before its echoes
+        return results
+
+    def close(self) -> None:
+        self.healthy = False
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, ranks: int, port: int, deadline_s: float, pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    group = Group(rank=rank, ranks=ranks, store=dist.TCPStore("127.0.0.1", port), deadline_s=deadline_s)
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(fn(group, *args))
+        except BywashError as error:
+            pipe.send(error)
+        except Exception:
+            pipe.send(AssertionError(f"rank {rank}:\n{traceback.format_exc()}"))
