@@ -19,12 +19,22 @@ def run_checked(tmp_path, model, ranks, *more):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("model", ["qwen3-moe-tiny", "mixtral-tiny"])
-def test_any_number_of_ranks_gives_the_logits_of_one_process(tmp_path, model):
-    outcomes = {ranks: run_checked(tmp_path, model, ranks) for ranks in (1, 2, 3, 4)}
+@pytest.mark.parametrize(
+    ("model", "exchange", "sizes"),
+    [
+        ("qwen3-moe-tiny", "auto", (1, 2, 3, 4)),
+        ("mixtral-tiny", "gloo", (1, 2, 3, 4)),
+        ("olmoe-tiny", "shm", (1, 2, 4)),
+        ("deepseek-v3-tiny", "shm", (1, 2, 4)),
+        ("gpt-oss-tiny", "shm", (1, 2, 4)),
+    ],
+)
+def test_any_number_of_ranks_gives_the_logits_of_one_process(tmp_path, model, exchange, sizes):
+    outcomes = {ranks: run_checked(tmp_path, model, ranks, "--exchange", exchange) for ranks in sizes}
     for ranks, outcome in outcomes.items():
         assert outcome["ranks"] == ranks
         assert outcome["model"] == model
+        assert outcome["exchange"] == ("local" if ranks == 1 else "shm" if exchange == "auto" else exchange)
         assert outcome["tokens_identical"]
         assert outcome["tokens_identical_transformers"]
         assert outcome["router_identical"]
@@ -62,17 +72,48 @@ def test_fast_combine_moves_fewer_rows(tmp_path):
     assert fast["max_abs_logit_diff"] <= 1e-5
 
 
+def test_an_emulated_link_is_labelled_and_changes_nothing_else(tmp_path):
+    real = run_checked(tmp_path, "qwen3-moe-tiny", 2)
+    slow = run_checked(tmp_path, "qwen3-moe-tiny", 2, "--link", "2Gbps", "--latency", "200us")
+    assert real["emulated"] is None
+    assert slow["emulated"] == "emulated link: 2 Gb/s, 200 us"
+    assert slow["logits_sha256"] == real["logits_sha256"]
+
+
 def test_trace_is_the_same_on_one_rank_and_on_three(tmp_path):
     traces = []
     for ranks in (1, 3):
         file = tmp_path / f"{ranks}.npz"
-        bywash("run", "--ranks", ranks, "--tokens", 3, "--trace", file, *["--topic", "a", "--topic", "b"] * 4)
+        bywash(
+            "run",
+            "--model",
+            "qwen3-moe-tiny",
+            "--ranks",
+            ranks,
+            "--tokens",
+            3,
+            "--trace",
+            file,
+            *["--topic", "a", "--topic", "b"] * 4,
+        )
         traces.append(file.read_bytes())
     assert traces[0] == traces[1]
     trace = RoutingTrace.load(file)
     assert trace.steps == 3
     assert trace.topics == ("a", "b") * 4
     assert trace.top_k == 4
+
+
+def test_prompts_and_topics_come_from_a_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one", "topic": "a"}\n\n{"prompt": "two", "topic": "b"}\n')
+    bywash("trace", "record", "--out", tmp_path / "t.npz", "--ranks", 1, "--tokens", 2, "--prompts", file)
+    trace = RoutingTrace.load(tmp_path / "t.npz")
+    assert trace.topics == ("a", "b")
+    assert trace.prompts == 2
+    file.write_text('{"text": "one"}')
+    with pytest.raises(ConfigError, match="--prompts"):
+        bywash("run", "--prompts", file)
 
 
 def test_trace_record_is_short_for_run(tmp_path):
@@ -86,6 +127,9 @@ def test_trace_record_is_short_for_run(tmp_path):
         (["--ranks", 0], ConfigError, "--ranks 0"),
         (["--tokens", 0], ConfigError, "--tokens 0"),
         (["--exchange", "carrier-pigeon"], ConfigError, "--exchange carrier-pigeon: choose one of"),
+        (["--link", "fast"], ConfigError, "--link 'fast': must be a rate such as 200Gbps"),
+        (["--latency", "5us"], ConfigError, "--latency 5us: give --link too"),
+        (["--link", "1Gbps", "--exchange", "gloo", "--ranks", 2], ConfigError, "only shm between ranks of one host"),
         (["--combine", "sum"], ConfigError, "--combine sum"),
         (["--dtype", "int8"], ConfigError, "--dtype int8"),
         (["--prompt-ids", "1,x"], ConfigError, "--prompt-ids '1,x'"),
@@ -93,7 +137,8 @@ def test_trace_record_is_short_for_run(tmp_path):
         (["--deadline", "0"], ConfigError, "--deadline 0"),
         (["--json", "/no/such/dir/out.json"], ConfigError, "its directory does not exist"),
         (["--model", "/no/such/model", "--ranks", 1], CheckpointError, "no such directory, and no preset"),
-        (["--prompt-ids", "1,320", "--ranks", 1], ConfigError, "token 320 is outside the vocabulary 0..319"),
+        (["--prompt-ids", "1,264", "--ranks", 1], ConfigError, "token 264 is outside the vocabulary 0..263"),
+        (["--tokens", 500, "--ranks", 1], ConfigError, "need 543 positions, the model has 512"),
         (["--prompt", "", "--ranks", 1], ConfigError, "prompt 0 is empty"),
         (["--speeds", "1,2", "--ranks", 1], ConfigError, "--speeds names 2 ranks, the job has 1"),
         (["--exchange", "local", "--ranks", 2], ConfigError, "--exchange local is for one rank"),

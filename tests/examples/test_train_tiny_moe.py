@@ -1,6 +1,7 @@
 """The training example at miniature size: its corpus, and a stopped run that resumes to the same weights."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +12,17 @@ pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def call(script, *arguments):
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def train(*arguments):
+    """Call the script as from the command line, in a namespace of its own but without importing torch once more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train_tiny_moe.py", "--miniature", "--device", "cpu", *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / "train_tiny_moe.py"), run_name="__main__")
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    call("corpus.py", "--out", folder)
+    subprocess.run([sys.executable, EXAMPLES / "corpus.py", "--out", folder], check=True, timeout=120)
     return folder
 
 
@@ -35,11 +36,12 @@ def test_corpus_has_every_topic_in_every_split(corpus):
         data.decode()
 
 
-def test_a_stopped_run_resumes_to_the_same_weights(corpus, tmp_path):
-    train = ("train_tiny_moe.py", "--miniature", "--device", "cpu", "--corpus", corpus)
-    call(*train, "--out", tmp_path / "whole")
-    call(*train, "--out", tmp_path / "parts", "--until", 20)
-    assert "resuming after step 20" in call(*train, "--out", tmp_path / "parts")
+def test_a_stopped_run_resumes_to_the_same_weights(corpus, tmp_path, capsys):
+    train("--corpus", corpus, "--out", tmp_path / "whole")
+    train("--corpus", corpus, "--out", tmp_path / "parts", "--until", 20)
+    assert "resuming" not in capsys.readouterr().out
+    train("--corpus", corpus, "--out", tmp_path / "parts")
+    assert "resuming after step 20" in capsys.readouterr().out
     whole, parts = (tmp_path / name / "moe" for name in ("whole", "parts"))
     for name in ("model.safetensors", "config.json"):
         assert (whole / "best" / name).read_bytes() == (parts / "best" / name).read_bytes()

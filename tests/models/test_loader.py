@@ -47,6 +47,16 @@ def test_sharded_checkpoints_load(checkpoint, tmp_path):
         assert torch.equal(a, b)
 
 
+def test_stacked_experts_are_cut_before_they_are_read():
+    """gpt-oss keeps all experts of a layer in one tensor."""
+    directory = preset_directory("gpt-oss-tiny")
+    whole = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).named_parameters())
+    model, read = load_model(directory, [3, 4, 9], torch.float32)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, whole[name][[3, 4, 9]] if ".experts." in name else whole[name])
+    assert read == sum(weight.numel() * 4 for weight in model.parameters())
+
+
 def rewrite(checkpoint, change):
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
@@ -103,6 +113,10 @@ def test_broken_weights_are_named(checkpoint, damage, named):
         ("{", "config.json: cannot be read as a model configuration"),
         ("[]", "config.json: cannot be read as a model configuration"),
         ('{"model_type": "llama"}', "'llama' is not a family that bywash runs; it runs"),
+        (
+            '{"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}',
+            "the weights are quantised (mxfp4)",
+        ),
         ('{"model_type": "nonsense"}', "'nonsense' is unknown to transformers"),
     ],
 )

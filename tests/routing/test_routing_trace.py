@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_samples import EXPERTS, REPEATED, TOP_K, assert_same, small_trace
 
 from bywash.errors import RoutingError, TraceError
 from bywash.routing import DECODE, PREFILL, RoutingTrace, TraceRecorder, merge_traces
+from tests.routing.trace_samples import EXPERTS, REPEATED, TOP_K, assert_same, small_trace
 
 LAYERS = (1, 4, 5)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_samples import small_trace
 
 from bywash.errors import ConfigError, TraceError
 from bywash.routing import TraceShape, contiguous_loads, drifting, load_counts, summarise, uniform
 from bywash.routing.summary import zipf_exponent
+from tests.routing.trace_samples import small_trace
 
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data" / "routing"
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_samples import EXPERTS, REPEATED, TOP_K, assert_same, small_trace
 
 from bywash.errors import TraceError
 from bywash.routing import RoutingTrace, TraceShape, zipf
+from tests.routing.trace_samples import EXPERTS, REPEATED, TOP_K, assert_same, small_trace
 
 
 @pytest.fixture

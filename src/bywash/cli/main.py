@@ -5,7 +5,7 @@ import sys
 import typer
 
 from bywash import __version__
-from bywash.cli import run, trace
+from bywash.cli import bench, run, trace
 from bywash.errors import BywashError
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

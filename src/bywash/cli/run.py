@@ -7,24 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from bywash.cli.units import parse_link
 from bywash.errors import BywashError, ConfigError
 
 if TYPE_CHECKING:
+    from bywash.exchange import Combine
     from bywash.models.job import JobOptions, RankResult
 
-DEFAULT_MODEL = "qwen3-moe-tiny"
+DEFAULT_MODEL = "bywash-tiny"
 DEFAULT_RANKS = 4
+DEFAULT_TOKENS = 48
 RANKS_HELP = "Local processes to start [default: 4; under torchrun its world size]."
 DEFAULT_PROMPTS = (
-    "The lock keeper opened the gate and",
-    "def fibonacci(n):",
-    "A bywash carries the surplus water",
-    "| token | expert | weight |",
-    "When the reservoir is full,",
-    "import math",
-    "Every barge that came down the canal that winter",
-    "1, 1, 2, 3, 5, 8,",
+    "An error is raised if the file",
+    "If the name is not found in the table,",
+    'def load_text(path):\n    with open("',
+    "if not isinstance(label, str):\n    raise ",
+    "| 12 | function | close | self | Close the ",
+    "| U+2191 | \u2191 | So | UPWARDS ",
+    "A small class that implements the",
+    "The cache is cleared when the",
 )
+"""In the style of what the shipped model was trained on: prose, code and tables of Python's documentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +39,12 @@ class RunRequest:
     ranks: int | None = None
     prompt: tuple[str, ...] = DEFAULT_PROMPTS
     prompt_ids: tuple[tuple[int, ...], ...] = ()
-    tokens: int = 16
+    tokens: int = DEFAULT_TOKENS
     micro_batch: int = 2
-    exchange: str = "gloo"
-    combine: str = "exact"
+    exchange: str = "auto"
+    combine: "Combine" = "exact"
+    link: str = ""
+    latency: str = ""
     dtype: str = "float32"
     speeds: tuple[int, ...] = ()
     check: bool = False
@@ -49,14 +55,19 @@ class RunRequest:
 
 
 def run(
-    model: str = typer.Option(DEFAULT_MODEL, help="Checkpoint directory (config.json + safetensors) or a preset."),
+    model: str = typer.Option(
+        DEFAULT_MODEL, help="Checkpoint directory (config.json + safetensors), or a name (docs/run.md)."
+    ),
     ranks: int | None = typer.Option(None, help=RANKS_HELP),
     prompt: list[str] = typer.Option([], help="Prompt text; repeat for several [default: 8 built-in ones]."),
     prompt_ids: list[str] = typer.Option([], help="Prompt as token ids, '1,2,3'; repeat for several."),
-    tokens: int = typer.Option(16, help="Tokens to generate for each prompt."),
+    prompts: str = typer.Option("", help="File of prompts: a JSON object with 'prompt' and 'topic' on each line."),
+    tokens: int = typer.Option(DEFAULT_TOKENS, help="Tokens to generate for each prompt."),
     micro_batch: int = typer.Option(2, help="Prompts computed together; equal values give bitwise equal results."),
-    exchange: str = typer.Option("gloo", help="How rows move between ranks: gloo (local is for one rank)."),
-    combine: str = typer.Option("exact", help="exact: bitwise the same at any number of ranks; fast: fewer bytes."),
+    exchange: str = typer.Option("auto", help="How rows move: shm (ranks of one host), gloo (sockets), or auto."),
+    combine: str = typer.Option("exact", help="exact: same bits on any number of ranks; stable, fast: fewer bytes."),
+    link: str = typer.Option("", help="Emulate a link of this rate between ranks, such as 200Gbps (shm)."),
+    latency: str = typer.Option("", help="Latency of the emulated link, such as 5us."),
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
     speeds: str = typer.Option("", help="Relative speed of each rank, '2,1,1': experts are shared out in proportion."),
     check: bool = typer.Option(False, "--check", help="Compare with one process; exit 1 if it differs."),
@@ -66,21 +77,24 @@ def run(
     deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
 ) -> None:
     """Run a MoE model with its experts spread over processes, and report what moved."""
+    texts, topics = read_prompts(prompts) if prompts else ((), ())
     start_run(
         RunRequest(
             model=model,
             ranks=ranks,
-            prompt=tuple(prompt or (() if prompt_ids else DEFAULT_PROMPTS)),
+            prompt=(*prompt, *texts) or (() if prompt_ids else DEFAULT_PROMPTS),
             prompt_ids=tuple(_numbers(ids, "--prompt-ids") for ids in prompt_ids),
             tokens=tokens,
             micro_batch=micro_batch,
             exchange=exchange,
-            combine=combine,
+            combine=combine,  # type: ignore[arg-type]
+            link=link,
+            latency=latency,
             dtype=dtype,
             speeds=_numbers(speeds, "--speeds") if speeds else (),
             check=check,
             trace=trace,
-            topic=tuple(topic),
+            topic=(*topic, *topics),
             json=json_file,
             deadline=deadline,
         )
@@ -129,6 +143,7 @@ def _check_request(request: RunRequest) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(request, name)}: must be at least 1")
     if request.deadline <= 0:
         raise ConfigError(f"--deadline {request.deadline:g}: must be more than 0 seconds")
+    parse_link(request.link, request.latency)
     prompts = len(request.prompt) + len(request.prompt_ids)
     if request.topic and len(request.topic) != prompts:
         raise ConfigError(f"--topic is given {len(request.topic)} times for {prompts} prompts: label each or none")
@@ -136,6 +151,20 @@ def _check_request(request: RunRequest) -> None:
         path = getattr(request, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: its directory does not exist")
+
+
+def read_prompts(file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(prompts, topics) of a JSON-lines file; topics are empty unless every line has one."""
+    try:
+        lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.strip()]
+        prompts = tuple(str(line["prompt"]) for line in lines)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f'--prompts {file}: must be a file with an object like {{"prompt": "...", "topic": "..."}} on each line '
+            f"({error!r})"
+        ) from error
+    topics = tuple(str(line["topic"]) for line in lines if "topic" in line)
+    return prompts, topics if len(topics) == len(prompts) else ()
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -149,16 +178,22 @@ def _job_options(request: RunRequest) -> "JobOptions":
     """Resolve names, tokenise, check against the model."""
     from bywash.models.job import JobOptions
     from bywash.models.loader import read_config
-    from bywash.models.presets import PRESETS, preset_directory
+    from bywash.models.presets import model_directory
     from bywash.models.text import check_ids, text_for
 
-    directory = preset_directory(request.model) if request.model in PRESETS else Path(request.model).resolve()
+    directory = model_directory(request.model)
     config = read_config(directory)
     prompts = list(request.prompt_ids)
     if request.prompt:
         text = text_for(directory, config.vocab_size)
         prompts = [tuple(text.encode(p)) for p in request.prompt] + prompts
     check_ids(prompts, config.vocab_size)
+    longest, positions = max(len(p) for p in prompts) + request.tokens, config.max_position_embeddings
+    if longest > positions:
+        raise ConfigError(
+            f"--tokens {request.tokens}: the longest prompt and its new tokens need {longest} positions, the model has "
+            f"{positions}"
+        )
     stop = config.eos_token_id
     return JobOptions(
         directory=str(directory),
@@ -167,6 +202,7 @@ def _job_options(request: RunRequest) -> "JobOptions":
         micro_batch=request.micro_batch,
         exchange=request.exchange,
         combine=request.combine,
+        link=parse_link(request.link, request.latency),
         dtype=request.dtype,
         speeds=request.speeds,
         stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),

@@ -33,7 +33,8 @@ def result_json(
     out: dict[str, Any] = {
         "model": model,
         "ranks": len(results),
-        "exchange": options.exchange if len(results) > 1 else "local",
+        "exchange": results[0].exchange,
+        "emulated": results[0].emulated,
         "combine": options.combine,
         "dtype": options.dtype,
         "prompts": len(options.prompts),
@@ -67,8 +68,10 @@ def print_summary(
     console = Console()
     console.print(
         f"[bold]{escape(str(outcome['model']))}[/bold] on {outcome['ranks']} ranks, exchange {outcome['exchange']}, "
-        f"combine {outcome['combine']}, {outcome['dtype']} (CPU processes of one machine share its cores)"
+        f"combine {outcome['combine']}, {outcome['dtype']} (ranks of one machine share its cores)"
     )
+    if outcome["emulated"]:
+        console.print(f"[yellow]{escape(outcome['emulated'])}: times are emulated[/yellow]")
     console.print(_ranks_table(results))
     console.print(_traffic_line(outcome))
     console.print(
@@ -100,8 +103,9 @@ def _ranks_table(results: list[RankResult]) -> Table:
 def _traffic_line(outcome: dict[str, Any]) -> str:
     return (
         f"moved: {outcome['rows_sent']:,} rows out, {outcome['wire_bytes'] / 1e6:.3f} MB on the wire for "
-        f"{outcome['logical_bytes'] / 1e6:.3f} MB of (token, expert) rows out and back; expert rows per rank: "
-        f"{outcome['imbalance_max_over_mean']:.3f} (worst layer {outcome['imbalance_worst_layer']:.3f})"
+        f"{outcome['logical_bytes'] / 1e6:.3f} MB of (token, expert) rows out and back\n"
+        f"load: the busiest rank computes {outcome['imbalance_max_over_mean']:.2f}x the mean number of expert rows "
+        f"(worst layer {outcome['imbalance_worst_layer']:.2f}x)"
     )
 
 
@@ -109,14 +113,14 @@ def _check_table(outcome: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     answers = [
         ("generated ids equal one process", outcome["tokens_identical"]),
-        ("prefill logits bitwise those of one rank", outcome["logits_identical"]),
+        ("prefill logits bitwise equal one rank", outcome["logits_identical"]),
         ("generated ids equal transformers", outcome["tokens_identical_transformers"]),
         ("routing equals the model's own router", outcome["router_identical"]),
     ]
     for question, answer in answers:
         table.add_row(question, "[green]yes[/green]" if answer else "[red]no[/red]")
     table.add_row(
-        "largest logit difference to transformers",
+        "logit difference to transformers",
         f"{outcome['max_abs_logit_diff']:.2g} (largest logit {outcome['max_abs_logit']:.3g}; accepted "
         f"{outcome['tolerance']:.2g})",
     )

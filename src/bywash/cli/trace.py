@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from bywash.cli.run import DEFAULT_MODEL, DEFAULT_PROMPTS, RANKS_HELP, RunRequest, start_run
+from bywash.cli.run import (
+    DEFAULT_MODEL,
+    DEFAULT_PROMPTS,
+    DEFAULT_TOKENS,
+    RANKS_HELP,
+    RunRequest,
+    read_prompts,
+    start_run,
+)
 from bywash.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
@@ -50,15 +58,17 @@ def record(
     ranks: Annotated[int | None, typer.Option(help=RANKS_HELP)] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="prompt text; repeat for several")] = None,
     topic: Annotated[list[str] | None, typer.Option(help="label of each prompt, in order")] = None,
-    tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 16,
+    prompts: Annotated[str, typer.Option(help="file of prompts: 'prompt' and 'topic' in JSON on each line")] = "",
+    tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = DEFAULT_TOKENS,
 ) -> None:
     """Run a model and record its routing: short for `bywash run --trace`, which has more options."""
+    texts, topics = read_prompts(prompts) if prompts else ((), ())
     start_run(
         RunRequest(
             model=model,
             ranks=ranks,
-            prompt=tuple(prompt or DEFAULT_PROMPTS),
-            topic=tuple(topic or ()),
+            prompt=(*(prompt or ()), *texts) or DEFAULT_PROMPTS,
+            topic=(*(topic or ()), *topics),
             tokens=tokens,
             trace=str(out),
         )
@@ -67,23 +77,27 @@ def record(
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="a routing trace, or a JSON file of counts (layers x experts)")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="a trace, a shipped one (prose, code, tables, mixed), or counts in JSON (layers x experts)"
+        ),
+    ],
     ranks: Annotated[str, typer.Option(help="expert-parallel sizes to report, with commas between")] = "2,4,8",
     json_to: Annotated[str | None, typer.Option("--json", help="write JSON to a file, or - to print it")] = None,
 ) -> None:
     """Show the load of each layer's experts, and of each rank when experts are placed in order."""
-    from bywash.routing import summarise
+    from bywash.routing import SHIPPED_TRACES, RoutingTrace, load_counts, shipped_trace, summarise
 
     sizes = _parse_ranks(ranks)
-    trace, summary = None, None
-    if _is_json(file):
-        from bywash.routing import load_counts
-
+    trace = None
+    if str(file) in SHIPPED_TRACES and not file.exists():
+        trace = shipped_trace(str(file))
+        summary = summarise(trace, sizes)
+    elif _is_json(file):
         layers, counts_LE = load_counts(file)
         summary = summarise(counts_LE, sizes, layers=layers)
     else:
-        from bywash.routing import RoutingTrace
-
         trace = RoutingTrace.load(file)
         summary = summarise(trace, sizes)
     topics = _by_topic(trace, sizes) if trace is not None else {}

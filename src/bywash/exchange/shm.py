@@ -94,7 +94,7 @@ class ShmExchange(Exchange):
         self._tokens = tokens
         self._rows: RowsHeap | None = None
         self._sum: OrderedSum | None = None
-        self._partials = torch.empty(0)
+        self._partials: Tensor | None = None
         self._shape: tuple[int, int, int] | None = None
         self._steps_begun = 0
         self._in_flight: list[_Step | None] = [None] * GENERATIONS
@@ -162,7 +162,8 @@ class ShmExchange(Exchange):
         """See `Exchange.combine_finish`."""
         handle.advance("combine_finish", "done")
         step: _Step = handle.state["step"]
-        assert step.heap is not None and self._sum is not None
+        assert step.heap is not None, "dispatch_finish opens it"
+        assert self._sum is not None, "dispatch_start makes it"
         exact = self.combine_mode == "exact"
         # Where the terms of each token's sum will be: worked out before the wait, not after it.
         at_TJ = _pair_slots(step) if exact else _partial_slots(step)
@@ -212,7 +213,7 @@ class ShmExchange(Exchange):
             heap=self._rows,
         )
         if self._shape is None:
-            self._shape, self._sum = step.shape, OrderedSum(x_TD.shape[1], x_TD.dtype, max(routing.top_k, self.ranks))
+            self._shape, self._sum = step.shape, OrderedSum(x_TD.shape[1], x_TD.dtype)
         if step.shape != self._shape:
             was = (*self._shape[:2], _DTYPES[self._shape[2]])
             raise ConfigError(
@@ -311,11 +312,12 @@ class ShmExchange(Exchange):
 
     def _partial_sums(self, y_MD: Tensor, received: Received) -> Tensor:
         """[N, D]: each received row's outputs, weighted and summed in k order, rounded once to the model's dtype."""
-        assert self._sum is not None, "the first step makes it"
+        assert self._sum is not None, "dispatch_start makes it"
         valid_NK = received.ids_NK.numpy() >= 0
         at_NK = np.where(valid_NK, valid_NK.ravel().cumsum().reshape(valid_NK.shape) - 1, -1)
-        if self._partials.shape[0] < at_NK.shape[0]:
-            self._partials = torch.empty(at_NK.shape[0], y_MD.shape[1], dtype=y_MD.dtype)
+        if self._partials is None or self._partials.shape[0] < at_NK.shape[0]:
+            with torch.inference_mode(False):  # outlives the model's inference mode
+                self._partials = torch.empty(at_NK.shape[0], y_MD.shape[1], dtype=y_MD.dtype)
         partials_ND = self._partials[: at_NK.shape[0]]
         self._sum(y_MD, at_NK, received.weights_NK.numpy(), partials_ND)
         return partials_ND

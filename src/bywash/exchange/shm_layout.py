@@ -139,29 +139,29 @@ class RowsLayout:
     @property
     def row_bytes(self) -> int:
         """One hidden vector."""
-        return self.hidden * self.dtype.itemsize
+        return self.hidden * int(self.dtype.itemsize)
 
     @property
     def heap_bytes(self) -> int:
         """Everything, both generations."""
-        return GENERATIONS * sum(self._parts())
+        return GENERATIONS * sum(self.parts())
 
     @property
     def arithmetic(self) -> str:
         """How `heap_bytes` comes about, in words."""
-        rows, ids, weights, outputs = self._parts()
+        rows, ids, weights, outputs = self.parts()
         return (
             f"{GENERATIONS} generations x ({self.ranks} sources x {self.tokens} tokens x ({self.row_bytes} B row + "
             f"{8 * self.top_k} B index and weights) = {rows + ids + weights:,} B, + {self.tokens} tokens x "
             f"{self.outputs_per_token} outputs x {self.row_bytes} B = {outputs:,} B)"
         )
 
-    def _parts(self) -> tuple[int, int, int, int]:
+    def parts(self) -> tuple[int, int, int, int]:
         """Bytes of rows, ids, weights and outputs of one generation."""
         places = self.ranks * self.tokens
-        sizes = (places * self.row_bytes, places * 4 * self.top_k, places * 4 * self.top_k)
+        numbers = _up(places * 4 * self.top_k)
         outputs = self.tokens * self.outputs_per_token * self.row_bytes
-        return (*(_up(size) for size in sizes), _up(outputs))  # type: ignore[return-value]
+        return _up(places * self.row_bytes), numbers, numbers, _up(outputs)
 
 
 def round_up_tokens(tokens: int) -> int:
@@ -169,7 +169,7 @@ def round_up_tokens(tokens: int) -> int:
 
     Example: 1, 16, 1000, 1025 give 16, 16, 1024, 1280.
     """
-    step = max(16, 2 ** (max(tokens, 1).bit_length() - 3))
+    step = max(16, 1 << max(0, tokens.bit_length() - 3))
     return max(1, math.ceil(tokens / step)) * step
 
 
@@ -193,7 +193,7 @@ class RowsHeap:
         self.ids: list[list[Tensor]] = []
         self.weights: list[list[Tensor]] = []
         self.outputs: list[list[Tensor]] = []
-        places, sizes = layout.ranks * layout.tokens, layout._parts()
+        places, sizes = layout.ranks * layout.tokens, layout.parts()
         shapes = (
             (self.rows, layout.dtype, (places, layout.hidden)),
             (self.ids, torch.int32, (places, layout.top_k)),

@@ -4,15 +4,23 @@ A memfd has no name, so nothing is left behind when a rank is killed, and it is 
 /dev/shm. Its pages are allocated up front and its size is sealed: touching a mapped page can never raise SIGBUS.
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
 # Python's fcntl has these names only from 3.12 on; the numbers are the kernel's (include/uapi/linux/fcntl.h).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SHRINK, _SEAL_GROW = 2, 4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Heap:
@@ -35,8 +43,7 @@ class Heap:
             raise OSError(f"the heap has {os.fstat(descriptor).st_size} bytes, {heap_bytes} were agreed")
         if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEAL_SHRINK:
             raise OSError("the heap may shrink under its readers: it is not sealed")
-        # Populate: page faults belong here, not into the first steps.
-        self.buffer = mmap.mmap(descriptor, heap_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.buffer = _map(descriptor, heap_bytes)
 
     @staticmethod
     def create(heap_bytes: int) -> int:
@@ -53,6 +60,21 @@ class Heap:
             os.close(descriptor)
             raise
         return descriptor
+
+
+def _map(descriptor: int, size: int) -> memoryview:
+    """Map `size` bytes until the last view of them is gone.
+
+    Not Python's mmap object, which keeps a duplicate of the descriptor: with many ranks that is hundreds.
+    """
+    # Populate: page faults belong here, not into the first steps.
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address in (None, _MAP_FAILED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False  # views may outlive the interpreter's exit
+    return memoryview(memory).cast("B")
 
 
 def available_bytes() -> int:

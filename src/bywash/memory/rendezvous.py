@@ -69,11 +69,15 @@ def open_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts: dic
             stack.callback(os.close, descriptor)
         except OSError as reason:
             error = f"{reason.strerror or reason}"
-        _send_to_all(members, cards, descriptor, error, during)
+        _send_to_all(members, cards, descriptor, error)
         if error:
             raise _refused(members.rank, heap_bytes, error, arithmetic)
-        heaps = {members.rank: Heap(descriptor, heap_bytes)}
-        _receive_from_all(members, listener, token, heaps, heap_bytes, arithmetic)
+        try:
+            heaps = {members.rank: Heap(descriptor, heap_bytes)}
+            _receive_from_all(members, listener, token, heaps, heap_bytes, arithmetic)
+        except OSError as reason:
+            text = f"--exchange shm: rank {members.rank} could not map the heaps: {reason.strerror or reason}"
+            raise ConfigError(f"{text}. One heap is {arithmetic}") from reason
     return [heaps[rank] for rank in range(members.ranks)]
 
 
@@ -105,19 +109,20 @@ def _refused(rank: int, heap_bytes: int, error: str, arithmetic: str) -> ConfigE
     )
 
 
-def _send_to_all(members: Members, cards: list[dict[str, Any]], descriptor: int, error: str, during: str) -> None:
-    """One packet to each peer. It waits in the peer's socket, so nobody has to accept first."""
+def _send_to_all(members: Members, cards: list[dict[str, Any]], descriptor: int, error: str) -> None:
+    """One packet to each peer. It waits in the peer's socket, so nobody has to accept first.
+
+    A peer that listens no more has died or given up because somebody's allocation failed: what arrives here, or the
+    process table, will say which.
+    """
     for rank, card in enumerate(cards):
         if rank == members.rank:
             continue
         hello = json.dumps({"rank": members.rank, "token": card["token"], "error": error[:500]}).encode()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
             peer.settimeout(members.deadline_s)
-            try:
-                peer.connect(b"\0" + card["name"].encode())
-                socket.send_fds(peer, [hello], [descriptor] if descriptor >= 0 else [])
-            except OSError as reason:
-                raise members.late([rank], during) from reason
+            peer.connect(b"\0" + card["name"].encode())
+            socket.send_fds(peer, [hello], [descriptor] if descriptor >= 0 else [])
 
 
 def _receive_from_all(

@@ -62,6 +62,31 @@ FAMILIES: dict[str, Family] = {
         experts="num_local_experts",
         gate=lambda config: Gate(kind="softmax", top_k=config.num_experts_per_tok),
     ),
+    "olmoe": Family(
+        experts="num_experts",
+        gate=lambda config: Gate(
+            kind="softmax",
+            top_k=config.num_experts_per_tok,
+            renormalise=config.norm_topk_prob,
+            round_to_logits=True,
+        ),
+    ),
+    "deepseek_v3": Family(
+        experts="n_routed_experts",
+        gate=lambda config: Gate(
+            kind="sigmoid",
+            top_k=config.num_experts_per_tok,
+            renormalise=config.norm_topk_prob,
+            groups=config.n_group,
+            top_groups=config.topk_group,
+            scale=config.routed_scaling_factor,
+        ),
+    ),
+    "gpt_oss": Family(
+        experts="num_local_experts",
+        gate=lambda config: Gate(kind="topk_softmax", top_k=config.num_experts_per_tok),
+        router="router",
+    ),
 }
 
 

@@ -96,7 +96,7 @@ def generate(
     for step in range(new_tokens):
         if observer.on_step:
             observer.on_step(step, batches)
-        _forward(model, experts, batches, check_router, observer)
+        _forward(model, experts, batches, step, check_router, observer)
         for batch in batches:
             logits_BSV = model.head(batch)
             if step == 0 and keep_logits:
@@ -111,6 +111,7 @@ def _forward(
     model: LanguageModel,
     experts: dict[int, ExpertParallel],
     batches: Sequence[MicroBatch],
+    step: int,
     check_router: bool,
     observer: Observer,
 ) -> None:
@@ -126,7 +127,8 @@ def _forward(
         routed = [layer.route(batch, check=check_router) for batch in batches]
         shared = [layer.shared_expert(batch) for batch in batches]
         x_TD, routing = _joined(model, layer, routed)
-        out_TD = experts[layer.index](x_TD, routing)
+        # Decode steps are short: rows go under the last step's plan rather than wait for this step's counts.
+        out_TD = experts[layer.index](x_TD, routing, reuse_plan=step > 0)
         if observer.on_layer:
             observer.on_layer(layer.index, routing, experts[layer.index])
         parts = out_TD.split([r.tokens for _, r in routed]) if routed else ()

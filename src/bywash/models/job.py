@@ -16,7 +16,7 @@ import torch
 import bywash
 from bywash.balance import Placement
 from bywash.errors import ConfigError
-from bywash.exchange import Exchange, Group, Traffic, open_exchange
+from bywash.exchange import Combine, Exchange, Group, Link, Traffic, open_exchange
 from bywash.models.checkpoint import weight_files
 from bywash.models.families import family_of
 from bywash.models.generate import Generation, Observer, generate, make_micro_batches
@@ -35,7 +35,8 @@ class JobOptions:
     new_tokens: int
     micro_batch: int
     exchange: str
-    combine: str
+    combine: Combine
+    link: Link | None
     dtype: str
     speeds: tuple[int, ...]
     stop_ids: tuple[int, ...]
@@ -50,6 +51,7 @@ class RankResult:
     """What a rank reports to rank 0 when it has finished.
 
     Attributes:
+        exchange: the exchange that ran, and what of its timing is emulated.
         generation: its prompts' tokens and, in a check, prefill logits.
         traffic: what it sent.
         rows_LR: int64 [MoE layers, R], expert rows of each rank summed over steps (equal on all ranks).
@@ -60,6 +62,8 @@ class RankResult:
         trace: its share of the routing trace, if asked for.
     """
 
+    exchange: str
+    emulated: str | None
     generation: Generation
     traffic: Traffic
     rows_LR: np.ndarray
@@ -92,7 +96,8 @@ def run_job(options: JobOptions, group: Group | None, watch: "Watch | None" = No
     model, bytes_read = load_model(directory, mine, DTYPES[options.dtype])
     stages = LanguageModel(model, options.directory)
     load_s = time.monotonic() - start
-    exchange = open_exchange(options.exchange if ranks > 1 else "local", group, combine_mode=options.combine)  # type: ignore[arg-type]
+    name = options.exchange if ranks > 1 else "auto"
+    exchange = open_exchange(name, group, combine_mode=options.combine, link=options.link)
     try:
         result = _generate(options, stages, exchange, placement, watch)
     finally:
@@ -163,6 +168,8 @@ def _generate(
     ends = [*meter.began[1:], time.monotonic()]
     watch.step(options.new_tokens, options.new_tokens)
     return RankResult(
+        exchange=exchange.name,
+        emulated=exchange.emulated,
         generation=generation,
         traffic=exchange.traffic,
         rows_LR=meter.rows_LR,

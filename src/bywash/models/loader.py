@@ -44,6 +44,12 @@ def read_config(directory: Path) -> Any:
     except Exception as error:  # transformers raises many types here, all about this one file
         raise CheckpointError(f"{file}: transformers cannot use it ({error})") from error
     family_of(config, str(directory))
+    if getattr(config, "quantization_config", None):
+        method = config.quantization_config.get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{file}: the weights are quantised ({method}); bywash reads float32, bfloat16 and float16 weights: "
+            "dequantise the checkpoint first"
+        )
     return config
 
 

@@ -1,7 +1,7 @@
-"""Tiny models with random weights, one per family, made on first use: enough to run every code path anywhere.
+"""Models by name: the trained one that ships with bywash, and tiny random ones, one per family.
 
-They are written with `save_pretrained` into a cache directory and then loaded like any downloaded checkpoint.
-Their text is noise; the shipped trained model is the one to read.
+The random ones are written with `save_pretrained` into a cache directory on first use and then loaded like any
+downloaded checkpoint; they run every code path of a family, and their text is noise.
 """
 
 import hashlib
@@ -43,9 +43,55 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
+    "olmoe-tiny": {
+        "model_type": "olmoe",
+        "intermediate_size": 48,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
+    "deepseek-v3-tiny": {
+        "model_type": "deepseek_v3",
+        "intermediate_size": 128,
+        "moe_intermediate_size": 48,
+        # A multiple of 32: torch's sigmoid on CPU gives the tail of a tensor other last bits (see gates.py).
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-tiny": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }
 
+SHIPPED = {"bywash-tiny": Path(__file__).parent / "shipped" / "bywash-tiny"}
+
 SEED = 20
+
+
+def model_directory(name: str) -> Path:
+    """The checkpoint directory of a shipped model, a preset, or a path; whether it is one is checked on reading."""
+    if name in SHIPPED:
+        return SHIPPED[name]
+    return preset_directory(name) if name in PRESETS else Path(name).resolve()
 
 
 def preset_directory(name: str) -> Path:

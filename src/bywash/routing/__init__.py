@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bywash.routing.counts import load_counts
 from bywash.routing.recorder import TraceRecorder, merge_traces
+from bywash.routing.shipped import SHIPPED_TRACES, shipped_trace
 from bywash.routing.skew import TraceShape, drifting, hot_set, uniform, zipf
 from bywash.routing.summary import SkewSummary, contiguous_loads, summarise
 from bywash.routing.trace import DECODE, PREFILL, RoutingTrace
@@ -21,6 +22,7 @@ __all__ = [
     "DECODE",
     "NO_EXPERT",
     "PREFILL",
+    "SHIPPED_TRACES",
     "Gate",
     "Routing",
     "RoutingTrace",
@@ -33,6 +35,7 @@ __all__ = [
     "load_counts",
     "merge_traces",
     "route",
+    "shipped_trace",
     "summarise",
     "uniform",
     "zipf",

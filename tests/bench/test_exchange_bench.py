@@ -1,0 +1,87 @@
+import json
+
+import pytest
+import torch
+
+from bywash.balance import Placement
+from bywash.bench.by_hand import by_hand_step
+from bywash.bench.exchange import fake_experts
+from bywash.cli.bench import sizes_between
+from bywash.cli.main import app
+from bywash.cli.units import gigabits, microseconds, parse_link
+from bywash.errors import ConfigError
+from bywash.routing import Routing
+
+
+def test_sizes_step_as_nccl_tests_do():
+    assert sizes_between(16, 1024, 64) == (16, 1024)
+    assert sizes_between(8, 100, 3) == (8, 24, 72)
+    assert sizes_between(5, 5, 1) == (5,)
+    for begin, end, factor in ((0, 4, 2), (8, 4, 2), (1, 4, 1)):
+        with pytest.raises(ConfigError):
+            sizes_between(begin, end, factor)
+
+
+def test_units():
+    assert gigabits("200Gbps", "--link") == 200
+    assert gigabits("500 Mbps", "--link") == 0.5
+    assert microseconds("5us", "--latency") == 5
+    assert microseconds("1.5ms", "--latency") == 1500
+    link = parse_link("25Gbps", "")
+    assert (link.rate_gbps, link.latency_us) == (25, 0)
+    for text in ("", "200", "fast", "-1Gbps", "1 parsec"):
+        with pytest.raises(ConfigError, match="--link"):
+            gigabits(text, "--link")
+
+
+def run_by_hand(group, seed):
+    generator = torch.Generator().manual_seed(seed + group.rank)
+    tokens = 3 * group.rank + 1
+    x = torch.randn(tokens, 8, generator=generator)
+    ids = torch.rand(tokens, 6, generator=generator).topk(3, dim=1).indices
+    routing = Routing(ids_TK=ids, weights_TK=torch.rand(tokens, 3, generator=generator), num_experts=6)
+    out = by_hand_step(x, routing, Placement.equal(6, group.ranks), fake_experts(6))
+    expected = sum(routing.weights_TK[:, k, None] * x * (1 + ids[:, k, None] / 6) for k in range(3))
+    return float((out - expected).abs().max())
+
+
+def test_the_by_hand_baseline_is_right(pools):
+    assert max(pools(3).run(run_by_hand, 5)) < 1e-6
+
+
+@pytest.mark.parametrize("combine", ["exact", "stable", "fast"])
+def test_bench_exchange_reports_every_algorithm_and_finds_nothing_wrong(tmp_path, combine, capfd):
+    file = tmp_path / "b.json"
+    sizes = ["-b", "4", "-e", "16", "-f", "4"]
+    shape = ["--ranks", "2", "--hidden", "64", "--experts", "8", "--topk", "2", "--iters", "3"]
+    app(["bench", "exchange", *shape, *sizes, "--combine", combine, "--json", str(file)], standalone_mode=False)
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["tokens"], row["algorithm"]) for row in rows] == [
+        (tokens, name) for tokens in (4, 16) for name in ("shm", "gloo", "by_hand")
+    ]
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["time_us_median"] > 0
+        assert row["logical_bytes"] == 2 * row["tokens"] * 2 * 64 * 4
+        if row["algorithm"] == "gloo":
+            assert row["ratio_to_dedup_gloo"] == 1
+        if row["algorithm"] == "by_hand":
+            assert row["ratio_to_by_hand"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--topk", "9", "--experts", "8"], "--topk 9: there are only 8 experts"),
+        (["--hidden", "0"], "--hidden 0"),
+        (["-b", "9", "-e", "3"], "-b 9 -e 3"),
+        (["--combine", "x"], "--combine x: choose one of exact, stable, fast"),
+        (["--ranks", "0"], "--ranks 0"),
+        (["--json", "/no/such/dir/b.json"], "--json /no/such/dir/b.json"),
+        (["--zipf", "-1"], "--zipf -1"),
+    ],
+)
+def test_bench_mistakes_are_named(args, message):
+    with pytest.raises(ConfigError) as caught:
+        app(["bench", "exchange", *args], standalone_mode=False)
+    assert message in str(caught.value)
