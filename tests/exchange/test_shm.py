@@ -224,6 +224,8 @@ def mistakes(group):
         exchange.dispatch_start(x[:, :23].contiguous(), routing, plan)
     with pytest.raises(ConfigError, match=r"rows are torch\.float64"):
         exchange.dispatch_start(x.double(), routing, plan)
+    with pytest.raises(ConfigError, match=r"rows \[5, 24\] for 6 routed tokens"):
+        exchange.dispatch_start(x[:5], routing, plan)
     with pytest.raises(ConfigError, match="5 experts, but it was opened for 9"):
         exchange.counts(np.zeros(5, dtype=np.int32))
     with pytest.raises(ConfigError, match="a plan for 1 ranks"):

@@ -24,7 +24,7 @@ from tests.exchange.shm_steps import counts_of, expected, outputs_of, step_input
 from tests.ranks import RankPool
 
 SHAPE = {"hidden": 16, "experts": 8, "top_k": 2}
-DEADLINE_S = 2.0
+DEADLINE_S = 1.0
 GOOD_STEPS = 3
 POINTS = ["counts", "rows", "between peers", "outputs"]
 
@@ -64,7 +64,7 @@ def until_failure(group, culprit, how, when):
     acts = {
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        "late": lambda: time.sleep(group.deadline_s + 3.0),
+        "late": lambda: time.sleep(group.deadline_s + 2.5),
     }
     began = time.monotonic()
     try:
@@ -96,12 +96,23 @@ def start_again(group, survivors, port):
     return "bywash-heap" in Path("/proc/self/maps").read_text()
 
 
-def bywash_sockets():
-    return [line for line in Path("/proc/net/unix").read_text().splitlines() if "@bywash-" in line]
+def left_behind():
+    """Named shared memory, and the abstract sockets of bywash, on this machine."""
+    sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@bywash-" in line]
+    return {*sockets, *os.listdir("/dev/shm")}
+
+
+def assert_nothing_new(before):
+    """Another job of this machine may hold a socket for an instant, while its ranks meet; ours would stay."""
+    for _ in range(50):
+        if left_behind() <= before:
+            return
+        time.sleep(0.1)
+    assert left_behind() <= before
 
 
 def check_survivors(pool, culprit, how, when, word):
-    shared_memory = sorted(os.listdir("/dev/shm"))
+    before = left_behind()
     survivors = [rank for rank in range(pool.ranks) if rank != culprit]
     pool.send(until_failure, [(culprit, how, when)] * pool.ranks)
     for rank in survivors:
@@ -117,8 +128,7 @@ def check_survivors(pool, culprit, how, when, word):
     for rank in survivors:  # only these are asked, so the culprit may be dead, stopped or asleep
         pool._pipes[rank].send((start_again, (survivors, pool._store.port)))
     assert [pool.receive(rank) for rank in survivors] == [False] * len(survivors)
-    assert sorted(os.listdir("/dev/shm")) == shared_memory
-    assert bywash_sockets() == []
+    assert_nothing_new(before)
 
 
 @pytest.fixture
@@ -233,11 +243,10 @@ def test_an_exchange_holds_no_descriptors_and_its_memory_goes_with_it(pools):
 
 
 def test_memory_and_sockets_of_killed_ranks_are_gone():
-    shared_memory = sorted(os.listdir("/dev/shm"))
+    before = left_behind()
     pool = RankPool(2)
     pool.run(too_big, 100_000)
     pids = [process.pid for process in pool.processes]
     pool.close()  # SIGKILL
-    assert sorted(os.listdir("/dev/shm")) == shared_memory
-    assert bywash_sockets() == []
+    assert_nothing_new(before)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

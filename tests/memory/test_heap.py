@@ -1,5 +1,6 @@
 import gc
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -50,10 +51,21 @@ def test_memory_without_the_seal_or_of_another_size_is_not_mapped():
     os.close(descriptor)
 
 
-def test_an_allocation_that_fails_leaves_no_descriptor():
+def test_more_than_the_machine_has_is_refused_before_the_kernel_would_kill_somebody():
     before = open_files()
-    with pytest.raises(OSError, match=r".+"):
-        Heap.create(1 << 62)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        Heap.create(1 << 50)
+    assert open_files() == before
+
+
+def test_an_allocation_that_fails_leaves_no_descriptor():
+    before, (soft, hard) = open_files(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            Heap.create(8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert open_files() == before
 
 

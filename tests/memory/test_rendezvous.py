@@ -10,7 +10,7 @@ from bywash.memory.rendezvous import _read_hello
 
 
 def stamped(group):
-    heaps = open_heaps(group, 4096 + 8 * group.rank * 0, arithmetic="a page", facts={"x": 1})
+    heaps = open_heaps(group, 4096, arithmetic="a page", facts={"x": 1})
     for rank, heap in enumerate(heaps):
         heap.buffer[group.rank] = 100 + 10 * group.rank + rank
     group.share("written", "stamping the heaps")

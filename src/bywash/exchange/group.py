@@ -76,8 +76,9 @@ class Group:
         Raises:
             ConfigError: the first fact that differs, with the ranks and both values.
         """
-        self._store.set(f"facts/{self.rank}", json.dumps(facts, sort_keys=True))
-        all_facts = [json.loads(text) for text in self._from_all("facts", "comparing configurations")]
+        all_facts = [
+            json.loads(text) for text in self.share(json.dumps(facts, sort_keys=True), "comparing configurations")
+        ]
         for name, mine in all_facts[0].items():
             odd = [r for r, theirs in enumerate(all_facts) if theirs.get(name) != mine]
             if odd:

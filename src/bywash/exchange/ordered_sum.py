@@ -3,8 +3,11 @@
 Gives the bits of `rows.weighted_sum` (zero, then one product and one addition per term, in order) with fewer passes
 over memory and fewer calls, from any place to any place: the `shm` exchange sums straight into a peer's heap.
 
-Shapes: P rows to pick from, D hidden, N results, J terms per result at most, n results of one block, m terms of it.
+Shapes: P rows to pick from, D hidden, N results, J terms per result at most, M terms in all, B blocks, n results
+of one block, m terms of it.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,16 +24,38 @@ def block_rows(hidden: int) -> int:
     return max(1, _BLOCK_BYTES // (4 * hidden))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Schedule:
+    """Which rows are added when: block by block; in a block first terms first, results with most terms first.
+
+    The results that have a j-th term are then the first ones of their block, so that one addition takes them all.
+
+    Attributes:
+        at_M, weights_M: every term's row and factor, in that order.
+        ends_BJ: where in M the j-th terms of each block end.
+        place_N: each result's place in its block's order; None where that is the order they came in.
+    """
+
+    at_M: Tensor
+    weights_M: Tensor | None
+    ends_BJ: list[list[int]]
+    place_N: Tensor | None
+
+
 class OrderedSum:
-    """Sums rows of one width and dtype; keeps its scratch space between calls."""
+    """Sums rows of one width and dtype; keeps its scratch space between calls.
+
+    Attributes:
+        block: results that are summed at once.
+    """
 
     def __init__(self, hidden: int, dtype: torch.dtype, *, block: int = 0) -> None:
         """Prepare for rows [*, hidden] of `dtype`, `block` results at once; 0 takes `block_rows(hidden)`."""
-        self._block = block or block_rows(hidden)
+        self.block = block or block_rows(hidden)
         with torch.inference_mode(False):  # scratch outlives the model's inference mode
-            self._term_mD = torch.empty(self._block, hidden)
+            self._term_mD = torch.empty(self.block, hidden)
             self._picked_mD = self._term_mD if dtype == torch.float32 else self._term_mD.to(dtype)
-            self._total_nD = torch.empty(self._block, hidden)
+            self._total_nD = torch.empty(self.block, hidden)
 
     def __call__(
         self, rows_PD: Tensor, at_NJ: NDArray[np.int64], weights_NJ: NDArray[np.float32] | None, out_ND: Tensor
@@ -45,63 +70,64 @@ class OrderedSum:
             weights_NJ: the factors, or None for 1.
             out_ND: written; same dtype as the rows; zeros where a result has no term.
         """
-        terms_N = np.count_nonzero(at_NJ >= 0, axis=1)
-        order_N = None
-        if at_NJ.size and terms_N.min() < at_NJ.shape[1]:
-            order_N = self._longest_first(terms_N)
-            at_NJ = at_NJ[order_N]
-            # Close the gaps in each result's terms; they stay in order.
-            left_NJ = np.argsort(at_NJ < 0, axis=1, kind="stable")
-            at_NJ = np.take_along_axis(at_NJ, left_NJ, axis=1)
-            weights_NJ = None if weights_NJ is None else np.take_along_axis(weights_NJ[order_N], left_NJ, axis=1)
-        for start in range(0, at_NJ.shape[0], self._block):
-            block = slice(start, start + self._block)
-            total_nD = self._sum_block(rows_PD, at_NJ[block], None if weights_NJ is None else weights_NJ[block])
-            self._put(total_nD, None if order_N is None else order_N[block] - start, out_ND[block])
-
-    def _longest_first(self, terms_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Order in which each block's results have fewer and fewer terms.
-
-        The results that have a j-th term are then the block's first ones, so that one addition takes them all.
-        """
-        block_N = np.arange(terms_N.size) // self._block
-        return np.lexsort((-terms_N, block_N))
-
-    def _sum_block(self, rows_PD: Tensor, at_nJ: NDArray[np.int64], weights_nJ: NDArray[np.float32] | None) -> Tensor:
-        """The sums of one block, float32 [n, D], in scratch space."""
-        # Term by term: the first terms of all results, then the second ones of those that have any, and so on.
-        valid_Jn = at_nJ.T >= 0
-        at_M = torch.from_numpy(at_nJ.T[valid_Jn])
-        weights_M1 = None if weights_nJ is None else torch.from_numpy(weights_nJ.T[valid_Jn]).unsqueeze(1)
-        ends_J = np.count_nonzero(valid_Jn, axis=1).cumsum().tolist()
-        total_nD = self._total_nD[: at_nJ.shape[0]].zero_()
-        held_from = held_to = 0
-        for j, end in enumerate(ends_J):
-            first = ends_J[j - 1] if j else 0
-            if end > held_to:  # fetch as many whole terms as the scratch space holds
-                held_from, held_to = first, max(e for e in ends_J if e <= first + self._block)
-                self._fetch(
-                    rows_PD, at_M[held_from:held_to], None if weights_M1 is None else weights_M1[held_from:held_to]
-                )
-            total_nD[: end - first].add_(self._term_mD[first - held_from : end - held_from])
-        return total_nD
-
-    def _fetch(self, rows_PD: Tensor, at_m: Tensor, weights_m1: Tensor | None) -> None:
-        """Put weighted rows into the scratch space, float32."""
-        m = at_m.shape[0]
-        torch.index_select(rows_PD, 0, at_m, out=self._picked_mD[:m])
-        if self._picked_mD is not self._term_mD:
-            self._term_mD[:m].copy_(self._picked_mD[:m])
-        if weights_m1 is not None:
-            self._term_mD[:m].mul_(weights_m1)
-
-    def _put(self, total_nD: Tensor, order_n: NDArray[np.int64] | None, out_nD: Tensor) -> None:
-        """Round the sums of a block, in the order they were made, into their places."""
-        if order_n is None:
-            out_nD.copy_(total_nD)
+        if not at_NJ.shape[0]:
             return
-        n = order_n.size
-        back_n = np.empty_like(order_n)
-        back_n[order_n] = np.arange(n)
-        rounded_nD = total_nD if out_nD.dtype == torch.float32 else self._picked_mD[:n].copy_(total_nD)
-        torch.index_select(rounded_nD, 0, torch.from_numpy(back_n), out=out_nD)
+        schedule = _schedule(at_NJ, weights_NJ, self.block)
+        begin = 0
+        for number, ends_J in enumerate(schedule.ends_BJ):
+            block = slice(number * self.block, min(at_NJ.shape[0], (number + 1) * self.block))
+            total_nD = self._total_nD[: block.stop - block.start].zero_()
+            self._add_terms(total_nD, rows_PD, schedule, begin, ends_J)
+            begin = ends_J[-1]
+            if schedule.place_N is None:
+                out_ND[block].copy_(total_nD)
+                continue
+            rounded_nD = total_nD
+            if out_ND.dtype != torch.float32:
+                rounded_nD = self._picked_mD[: total_nD.shape[0]].copy_(total_nD)
+            torch.index_select(rounded_nD, 0, schedule.place_N[block], out=out_ND[block])
+
+    def _add_terms(self, total_nD: Tensor, rows_PD: Tensor, schedule: _Schedule, begin: int, ends_J: list[int]) -> None:
+        """Add a block's terms, which begin at `begin` in M, to its results."""
+        held_from = held_to = first = begin
+        for end in ends_J:
+            if end > held_to:  # fetch as many whole terms as the scratch space holds
+                held_from, held_to = first, max(e for e in ends_J if e <= first + self.block)
+                self._fetch(rows_PD, schedule, slice(held_from, held_to))
+            total_nD[: end - first].add_(self._term_mD[first - held_from : end - held_from])
+            first = end
+
+    def _fetch(self, rows_PD: Tensor, schedule: _Schedule, held: slice) -> None:
+        """Put weighted rows into the scratch space, float32."""
+        m = held.stop - held.start
+        picked_mD, term_mD = self._picked_mD[:m], self._term_mD[:m]
+        torch.index_select(rows_PD, 0, schedule.at_M[held], out=picked_mD)
+        if self._picked_mD is not self._term_mD:
+            term_mD.copy_(picked_mD)
+        if schedule.weights_M is not None:
+            term_mD.mul_(schedule.weights_M[held].unsqueeze(1))
+
+
+def _schedule(at_NJ: NDArray[np.int64], weights_NJ: NDArray[np.float32] | None, block: int) -> _Schedule:
+    """Sort all terms by (block, number of the term in its result, place of the result in its block)."""
+    n, width = at_NJ.shape
+    valid_NJ = at_NJ >= 0
+    blocks, block_N = -(-n // block), np.arange(n) // block
+    term_NJ = valid_NJ.cumsum(axis=1)
+    terms_N = term_NJ[:, -1]
+    place_N = np.arange(n) - block_N * block
+    in_order = int(terms_N.min()) == width
+    if not in_order:
+        order_N = np.argsort(block_N * (width + 1) - terms_N, kind="stable")
+        place_N = np.empty_like(order_N)
+        place_N[order_N] = np.arange(n)
+        place_N -= block_N * block
+    group_M = (block_N[:, None] * width + term_NJ - 1)[valid_NJ]
+    keys_M = group_M * block + np.broadcast_to(place_N[:, None], at_NJ.shape)[valid_NJ]
+    order_M = np.argsort(keys_M, kind="stable")
+    return _Schedule(
+        at_M=torch.from_numpy(at_NJ[valid_NJ][order_M]),
+        weights_M=None if weights_NJ is None else torch.from_numpy(weights_NJ[valid_NJ][order_M]),
+        ends_BJ=np.bincount(group_M, minlength=blocks * width).cumsum().reshape(blocks, width).tolist(),
+        place_N=None if in_order else torch.from_numpy(place_N),
+    )

@@ -72,6 +72,8 @@ class ShmExchange(Exchange):
     """
 
     name = "shm"
+    _sum: OrderedSum  # this and the next are made by the first step
+    _small_sums: Tensor
 
     def __init__(
         self, group: Group, *, combine_mode: Combine = "exact", tokens: int = 0, link: Links | None = None
@@ -93,8 +95,6 @@ class ShmExchange(Exchange):
         self.emulated = self._end.emulated
         self._tokens = tokens
         self._rows: RowsHeap | None = None
-        self._sum: OrderedSum | None = None
-        self._partials: Tensor | None = None
         self._shape: tuple[int, int, int] | None = None
         self._steps_begun = 0
         self._in_flight: list[_Step | None] = [None] * GENERATIONS
@@ -140,30 +140,13 @@ class ShmExchange(Exchange):
         pairs_N = np.count_nonzero(ids_NK >= 0, axis=1).cumsum()
         _check_outputs(step, y_MD, int(pairs_N[-1]) if pairs_N.size else 0)
         handle.advance("combine_start", "combine_finish")
-        y_MD = y_MD.detach()
-        ends_R = np.cumsum([0, *received.rows_from_R])
-        ready = y_MD
-        if self.combine_mode == "exact":
-            ends_R = np.append(0, pairs_N)[ends_R]
-        else:
-            ready = self._partial_sums(y_MD, received)
-        for source in (*self._end.peers, self.rank):
-            begun_ns = time.monotonic_ns()
-            first, end = ends_R[source].item(), ends_R[source + 1].item()
-            slot = step.source_slot_R[source]
-            heap.outputs[source][step.generation][slot : slot + end - first].copy_(ready[first:end])
-            if source != self.rank:
-                size = (end - first) * heap.layout.row_bytes
-                signal = self._end.signal(Message.OUTPUTS, step.number, step.digest, source, size, begun_ns)
-                self.traffic.wire_bytes += signal
-                self.traffic.rows_returned += end - first
+        self._return_outputs(step, y_MD.detach(), pairs_N)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         """See `Exchange.combine_finish`."""
         handle.advance("combine_finish", "done")
         step: _Step = handle.state["step"]
         assert step.heap is not None, "dispatch_finish opens it"
-        assert self._sum is not None, "dispatch_start makes it"
         exact = self.combine_mode == "exact"
         # Where the terms of each token's sum will be: worked out before the wait, not after it.
         at_TJ = _pair_slots(step) if exact else _partial_slots(step)
@@ -183,46 +166,52 @@ class ShmExchange(Exchange):
 
     def _begin(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> _Step:
         """Check the step against the exchange, and work out who gets what."""
+        self._check_step(x_TD, routing, plan)
+        lists = send_lists(routing, plan)
+        exact = self.combine_mode == "exact"
+        sizes = pairs_per_rank(lists) if exact else [sent.tokens_N.numel() for sent in lists]
+        counts_E = np.bincount(routing.ids_TK.numpy().ravel() + 1, minlength=routing.num_experts + 1)[1:]
+        step = _Step(
+            number=self._steps_begun,
+            generation=self._steps_begun % GENERATIONS,
+            digest=plan.digest,
+            x_TD=x_TD.detach(),
+            weights_TK=routing.weights_TK.detach(),
+            lists=lists,
+            counts_E=counts_E.astype(np.uint64),
+            output_slot_R=[sum(sizes[:rank]) for rank in range(self.ranks)],
+            heap=self._rows,
+        )
+        self._steps_begun += 1
+        self._in_flight[step.generation] = step
+        return step
+
+    def _check_step(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> None:
+        """Refuse what does not fit this exchange; the first step says what does."""
         if plan.rows_R.size != self.ranks or plan.rank_E.size != routing.num_experts:
             raise ConfigError(
                 f"exchange shm: a plan for {plan.rows_R.size} ranks and {plan.rank_E.size} experts; this step has "
                 f"{self.ranks} and {routing.num_experts}"
             )
         if x_TD.dtype not in _DTYPES or x_TD.device.type != "cpu":
-            raise ConfigError(
-                f"exchange shm: rows are {x_TD.dtype} on {x_TD.device}; float32, bfloat16 or float16 on cpu"
-            )
-        generation, experts = self._steps_begun % GENERATIONS, routing.num_experts
-        before = self._in_flight[generation]
+            raise ConfigError(f"exchange shm: rows are {x_TD.dtype} on {x_TD.device}, not {_DTYPES} on cpu")
+        if x_TD.dim() != 2 or x_TD.shape[0] != routing.tokens:
+            raise ConfigError(f"exchange shm: rows {list(x_TD.shape)} for {routing.tokens} routed tokens")
+        before = self._in_flight[self._steps_begun % GENERATIONS]
         if before is not None:
             raise ConfigError(
                 f"exchange shm: {GENERATIONS} steps are in flight; finish the combine of step {before.number} first"
             )
-        lists = send_lists(routing, plan)
-        exact = self.combine_mode == "exact"
-        sizes = pairs_per_rank(lists) if exact else [sent.tokens_N.numel() for sent in lists]
-        step = _Step(
-            number=self._steps_begun,
-            generation=generation,
-            digest=plan.digest,
-            x_TD=x_TD.detach(),
-            weights_TK=routing.weights_TK.detach(),
-            lists=lists,
-            counts_E=np.bincount(routing.ids_TK.numpy().ravel() + 1, minlength=experts + 1)[1:].astype(np.uint64),
-            output_slot_R=[sum(sizes[:rank]) for rank in range(self.ranks)],
-            heap=self._rows,
-        )
+        shape = (x_TD.shape[1], routing.top_k, _DTYPES.index(x_TD.dtype))
         if self._shape is None:
-            self._shape, self._sum = step.shape, OrderedSum(x_TD.shape[1], x_TD.dtype)
-        if step.shape != self._shape:
-            was = (*self._shape[:2], _DTYPES[self._shape[2]])
+            self._shape, self._sum = shape, OrderedSum(x_TD.shape[1], x_TD.dtype)
+            with torch.inference_mode(False):  # outlives the model's inference mode
+                self._small_sums = torch.empty(self._sum.block, x_TD.shape[1], dtype=x_TD.dtype)
+        if shape != self._shape:
             raise ConfigError(
-                f"exchange shm: hidden {step.shape[0]}, top-{step.shape[1]}, {x_TD.dtype}; the exchange was opened "
-                "by a step with hidden {}, top-{}, {}; layers that differ need an exchange each".format(*was)
+                f"exchange shm: {_shape_text(shape)}; the exchange was opened by a step with "
+                f"{_shape_text(self._shape)}; layers that differ need an exchange each"
             )
-        self._steps_begun += 1
-        self._in_flight[generation] = step
-        return step
 
     def _send_rows(self, step: _Step, peer: int, message: Message) -> None:
         """Put this rank's rows for `peer` into its heap, then counts and header, then the flag.
@@ -277,10 +266,10 @@ class ShmExchange(Exchange):
             return self._own_header(step, source)
         at = self._end.control.layout.header(step.generation, source)
         header = self._end.control.words[self.rank][at : at + Header.WIDTH].tolist()
-        shape = tuple(header[Header.HIDDEN : Header.DTYPE + 1])
+        shape = (header[Header.HIDDEN], header[Header.TOP_K], header[Header.DTYPE])
         if shape != step.shape:
-            texts = ["hidden {}, top-{}, {}".format(*s[:2], _DTYPES[s[2]]) for s in (shape, step.shape)]
-            self._end.fail(ConfigError(f"rank {source} sends rows of {texts[0]}; rank {self.rank} has {texts[1]}"))
+            theirs, ours = _shape_text(shape), _shape_text(step.shape)
+            self._end.fail(ConfigError(f"rank {source} sends rows of {theirs}; rank {self.rank} has {ours}"))
         return header
 
     def _collect(self, step: _Step, rows_from_R: list[int]) -> Received:
@@ -310,17 +299,50 @@ class ShmExchange(Exchange):
             counts_RE=counts[control.layout.step_counts_of_all(generation)].reshape(self.ranks, -1).astype(np.int32),
         )
 
-    def _partial_sums(self, y_MD: Tensor, received: Received) -> Tensor:
-        """[N, D]: each received row's outputs, weighted and summed in k order, rounded once to the model's dtype."""
-        assert self._sum is not None, "dispatch_start makes it"
-        valid_NK = received.ids_NK.numpy() >= 0
-        at_NK = np.where(valid_NK, valid_NK.ravel().cumsum().reshape(valid_NK.shape) - 1, -1)
-        if self._partials is None or self._partials.shape[0] < at_NK.shape[0]:
-            with torch.inference_mode(False):  # outlives the model's inference mode
-                self._partials = torch.empty(at_NK.shape[0], y_MD.shape[1], dtype=y_MD.dtype)
-        partials_ND = self._partials[: at_NK.shape[0]]
-        self._sum(y_MD, at_NK, received.weights_NK.numpy(), partials_ND)
-        return partials_ND
+    def _return_outputs(self, step: _Step, y_MD: Tensor, pairs_N: NDArray[np.int64]) -> None:
+        """Put each source's outputs into its slots: all k or their sums. `pairs_N`: pairs up to each row."""
+        heap, received = step.heap, step.received
+        assert heap is not None, "dispatch_finish opens it"
+        assert received is not None, "dispatch_finish sets it"
+        ends_R = np.cumsum([0, *received.rows_from_R])
+        ready: Tensor | None = y_MD
+        if self.combine_mode == "exact":
+            ends_R = np.append(0, pairs_N)[ends_R]
+        else:
+            at_NK, weights_NK = _pair_places(received.ids_NK.numpy()), received.weights_NK.numpy()
+            ready = self._sum_if_small(y_MD, at_NK, weights_NK)
+        for source in (*self._end.peers, self.rank):
+            begun_ns = time.monotonic_ns()
+            part = slice(ends_R[source].item(), ends_R[source + 1].item())
+            sent, slot = part.stop - part.start, step.source_slot_R[source]
+            slots_D = heap.outputs[source][step.generation][slot : slot + sent]
+            if ready is not None:
+                slots_D.copy_(ready[part])
+            else:
+                self._sum(y_MD, at_NK[part], weights_NK[part], slots_D)
+            if source != self.rank:
+                size = sent * heap.layout.row_bytes
+                signal = self._end.signal(Message.OUTPUTS, step.number, step.digest, source, size, begun_ns)
+                self.traffic.wire_bytes += signal
+                self.traffic.rows_returned += sent
+
+    def _sum_if_small(self, y_MD: Tensor, at_NK: NDArray[np.int64], weights_NK: NDArray[np.float32]) -> Tensor | None:
+        """All sums at once where they fit into one block: in decode the calls cost more than the copy afterwards."""
+        if at_NK.shape[0] > self._small_sums.shape[0]:
+            return None
+        sums_ND = self._small_sums[: at_NK.shape[0]]
+        self._sum(y_MD, at_NK, weights_NK, sums_ND)
+        return sums_ND
+
+
+def _pair_places(ids_NK: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [N, K]: the position of each pair's output in y_MD, -1 for none."""
+    valid_NK = ids_NK >= 0
+    return np.where(valid_NK, valid_NK.ravel().cumsum().reshape(valid_NK.shape) - 1, -1)
+
+
+def _shape_text(shape: tuple[int, int, int]) -> str:
+    return f"hidden {shape[0]}, top-{shape[1]}, {_DTYPES[shape[2]]}"
 
 
 def _check_outputs(step: _Step, y_MD: Tensor, pairs: int) -> None:

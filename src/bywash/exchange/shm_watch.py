@@ -53,11 +53,12 @@ class Watch:
         gone = {rank: sick[rank] for rank in pending if sick.get(rank) == "gone"}
         if gone:
             return self._group.lost(gone, during)
-        if waited_ns < self._group.deadline_s * _NS:
+        deadline_s = self._group.deadline_s
+        if waited_ns < deadline_s * _NS:
             return None
-        return self._overdue(
-            pending, sick, f"{during} (waited {waited_ns / _NS:.1f} s of {self._group.deadline_s:g} s)"
-        )
+        overdue = self._overdue(pending, sick, f"{during} (waited {waited_ns / _NS:.1f} s of {deadline_s:g} s)")
+        # A rank that has just given up waits for nobody any more and would look late; but it tells first.
+        return self._told(pending, during) or overdue
 
     def done_waiting(self) -> None:
         """Take back what `check` let others see."""

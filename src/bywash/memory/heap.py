@@ -5,6 +5,7 @@ A memfd has no name, so nothing is left behind when a rank is killed, and it is 
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -52,6 +53,8 @@ class Heap:
         Raises:
             OSError: the pages cannot be had.
         """
+        if heap_bytes > available_bytes():  # the kernel would not refuse: it would kill the largest process
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         descriptor = os.memfd_create("bywash-heap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, heap_bytes)

@@ -19,6 +19,8 @@ from bywash.memory.heap import Heap, available_bytes
 
 _HELLO_BYTES = 2048
 _POLL_S = 0.05
+_LEFT_ALONE = 10
+"""One part in so many of the available memory is not taken: without any, the kernel starts killing."""
 
 
 class Members(Protocol):
@@ -94,10 +96,11 @@ def _check_facts(cards: list[dict[str, Any]]) -> None:
 def _check_fit(cards: list[dict[str, Any]], heap_bytes: int, arithmetic: str) -> None:
     """All ranks see the same numbers, taken before anyone allocates, and so all decide alike."""
     total, available = heap_bytes * len(cards), min(card["available"] for card in cards)
-    if total > available:
+    if total > available - available // _LEFT_ALONE:
         raise ConfigError(
             f"--exchange shm: the heaps do not fit: {len(cards)} ranks x {_mib(heap_bytes)} = {_mib(total)}, and "
-            f"{_mib(available)} of memory are available on this host. One heap is {arithmetic}. "
+            f"{_mib(available)} of memory are available on this host (a tenth of it is left alone). "
+            f"One heap is {arithmetic}. "
             "Give a step fewer tokens (smaller prompts or micro-batches), or use --exchange gloo"
         )
 

@@ -23,7 +23,7 @@ def wait_until(pending: Callable[[], list[int]], check: Callable[[list[int], int
     Args:
         pending: the ranks still waited for; called many times, so it must be cheap.
         check: called with those ranks and the nanoseconds waited so far, first after 2 ms and then every 50 ms;
-            raises to give up. `pending` is asked once more after an alarm could have become stale, by `check`.
+            raises to give up.
     """
     if not pending():
         return
