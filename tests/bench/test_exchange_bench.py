@@ -53,7 +53,7 @@ def test_the_by_hand_baseline_is_right(pools):
 def test_bench_exchange_reports_every_algorithm_and_finds_nothing_wrong(tmp_path, combine, capfd):
     file = tmp_path / "b.json"
     sizes = ["-b", "4", "-e", "16", "-f", "4"]
-    shape = ["--ranks", "2", "--hidden", "64", "--experts", "8", "--topk", "2", "--iters", "3"]
+    shape = ["--ranks", "2", "--hidden", "64", "--experts", "8", "--topk", "2", "--rounds", "3"]
     app(["bench", "exchange", *shape, *sizes, "--combine", combine, "--json", str(file)], standalone_mode=False)
     rows = json.loads(file.read_text())["rows"]
     assert [(row["tokens"], row["algorithm"]) for row in rows] == [

@@ -40,9 +40,13 @@ class ExchangeBench:
     dtype: str
     combine: Combine
     zipf: float
-    iterations: int
+    rounds: int
     seed: int = 0
     link: Links | None = None
+
+    def steps_per_round(self, tokens: int) -> int:
+        """Steps between two clock readings: more of the short ones, so that a round outlasts a time slice."""
+        return max(1, min(20, 512 // tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class Measured:
     Attributes:
         algorithm: `shm`, `gloo` (deduplicated) or `by_hand`.
         tokens: per rank.
-        times_us: each iteration, microseconds.
+        times_us: microseconds per step, one value for each round.
         wrong: elements that differ from one process.
         wire_bytes, logical_bytes: of one step, sent by this rank; logical: a row per pair, both ways.
         imbalance: expert rows of the busiest rank over the mean.
@@ -101,7 +105,7 @@ def _measure_size(
     out = by_hand_step(x_TD, routing, placement, fake_experts(bench.experts))
     found["by_hand"] = _wrong(out, expected, bench.dtype), by_hand_bytes(routing, placement, group.rank, row_bytes)
     steps["by_hand"] = _timed_by_hand(placement, x_TD, routing)
-    times = _interleaved(group, steps, bench.iterations)
+    times = _interleaved(group, steps, bench.rounds, bench.steps_per_round(tokens))
     return [
         Measured(
             algorithm=name,
@@ -151,17 +155,23 @@ def _timed_by_hand(placement: Placement, x_TD: Tensor, routing: Routing) -> Call
     return lambda: by_hand_step(x_TD, routing, placement, lambda rows, _: rows)
 
 
-def _interleaved(group: Group, steps: dict[str, Callable[[], Tensor]], iterations: int) -> dict[str, list[float]]:
-    """Time all algorithms in turn, so that a noisy moment of the machine meets each of them."""
+def _interleaved(
+    group: Group, steps: dict[str, Callable[[], Tensor]], rounds: int, steps_per_round: int
+) -> dict[str, list[float]]:
+    """Microseconds per step of each round: back-to-back steps between two clock readings, as nccl-tests does.
+
+    The algorithms take turns, so that a noisy moment of the machine meets each of them.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for iteration in range(iterations + 2):
+    for number in range(rounds + 1):
         for name, step in steps.items():
             with group.blame("starting a measurement"):
                 dist.barrier()
             start = time.perf_counter()
-            step()
-            if iteration >= 2:  # the first two warm caches and connections
-                times[name].append((time.perf_counter() - start) * 1e6)
+            for _ in range(steps_per_round):
+                step()
+            if number:  # the first round warms caches and connections
+                times[name].append((time.perf_counter() - start) * 1e6 / steps_per_round)
     return times
 
 

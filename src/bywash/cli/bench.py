@@ -42,7 +42,9 @@ def exchange(
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
     combine: str = typer.Option("exact", help="exact, stable or fast."),
     zipf: float = typer.Option(0.0, help="Zipf exponent of the experts' popularity; 0 is uniform."),
-    iterations: int = typer.Option(20, "-n", "--iters", help="Timed steps of each algorithm and size."),
+    rounds: int = typer.Option(
+        15, "-n", "--rounds", help="Timed rounds of each algorithm and size; up to 20 steps each."
+    ),
     link: str = typer.Option("", help="Emulate a link of this rate for shm, such as 200Gbps."),
     latency: str = typer.Option("", help="Latency of the emulated link, such as 5us."),
     deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
@@ -54,7 +56,7 @@ def exchange(
     from bywash.launch import run_local
 
     sizes = sizes_between(begin, end, factor)
-    for flag, value in (("--hidden", hidden), ("--experts", experts), ("--topk", topk), ("--iters", iterations)):
+    for flag, value in (("--hidden", hidden), ("--experts", experts), ("--topk", topk), ("--rounds", rounds)):
         if value < 1:
             raise ConfigError(f"{flag} {value}: must be at least 1")
     if topk > experts:
@@ -74,7 +76,7 @@ def exchange(
         dtype=dtype,
         combine=combine,  # type: ignore[arg-type]
         zipf=zipf,
-        iterations=iterations,
+        rounds=rounds,
         link=parse_link(link, latency),
     )
     run_local(rank_main, _Job(bench=bench, deadline=deadline, json=json_file), ranks, deadline)
@@ -129,9 +131,9 @@ def header(bench: "ExchangeBench", ranks: int) -> str:
     lines = [
         f"# {ranks} processes of one machine; hidden {bench.hidden}, {bench.experts} experts, top-{bench.top_k}, "
         f"{bench.dtype}, combine {bench.combine}, zipf {bench.zipf:g}",
-        "# time: counts + plan + dispatch + combine, slowest rank, median; no expert compute. algbw: logical bytes "
-        "(a row per token and expert, out and back) / time;",
-        "# busbw: bytes really sent to other ranks / time. by hand, dedup: how many times faster than the baseline.",
+        "# time: counts + plan + dispatch + combine, no expert compute; per step, slowest rank, median over rounds",
+        "# algbw: logical bytes (a row per token and expert, out and back) / time; busbw: bytes sent to others / time",
+        "# by hand, dedup: how many times faster than all_to_all_single by hand, than the deduplicated gloo exchange",
     ]
     if emulated:
         lines.append(f"# shm runs over an {emulated}: its times are emulated, the baselines' are not")

@@ -112,6 +112,13 @@ def _schedule(at_NJ: NDArray[np.int64], weights_NJ: NDArray[np.float32] | None, 
     """Sort all terms by (block, number of the term in its result, place of the result in its block)."""
     n, width = at_NJ.shape
     valid_NJ = at_NJ >= 0
+    if n <= block and valid_NJ.all():  # a decode step: all first terms, then all second terms, nothing to sort
+        return _Schedule(
+            at_M=torch.from_numpy(at_NJ.T.ravel()),
+            weights_M=None if weights_NJ is None else torch.from_numpy(weights_NJ.T.ravel()),
+            ends_BJ=[[n * (j + 1) for j in range(width)]],
+            place_N=None,
+        )
     blocks, block_N = -(-n // block), np.arange(n) // block
     term_NJ = valid_NJ.cumsum(axis=1)
     terms_N = term_NJ[:, -1]
