@@ -15,7 +15,7 @@ SHIPPED_TRACES = ("prose", "code", "tables", "mixed")
 
 
 def shipped_trace(name: str) -> RoutingTrace:
-    """Load a shipped trace: `bywash-tiny` on 13 to 24 prompts, 256 bytes of prefill and 96 decode steps.
+    """Load a shipped trace: `bywash-tiny` on 16 or 24 prompts, 256 bytes of prefill and 96 decode steps.
 
     Raises:
         TraceError: no such trace; the message lists those there are.
