@@ -159,16 +159,20 @@ def test_a_failed_check_is_an_error(tmp_path, monkeypatch):
         tokens_identical_transformers=True,
         logits_identical=True,
         max_abs_logit_diff=1e-6,
+        median_token_logit_diff=1e-7,
         max_abs_logit=1.0,
         logits_sha256="",
         router_identical=True,
         tolerance=1e-5,
     )
-    assert good.failures("exact") == []
+    assert good.failures("exact", "float32") == []
     from dataclasses import replace
 
-    assert "own router" in replace(good, router_identical=False).failures("fast")[0]
-    assert "more than 1e-05" in replace(good, max_abs_logit_diff=float("nan")).failures("fast")[0]
-    assert "not bitwise" in replace(good, logits_identical=False).failures("exact")[0]
-    assert replace(good, logits_identical=False).failures("fast") == []
+    assert "own router" in replace(good, router_identical=False).failures("fast", "float32")[0]
+    assert "more than 1e-05" in replace(good, max_abs_logit_diff=float("nan")).failures("fast", "float32")[0]
+    assert "not bitwise" in replace(good, logits_identical=False).failures("exact", "float32")[0]
+    assert replace(good, logits_identical=False).failures("fast", "float32") == []
+    flipped = replace(good, max_abs_logit_diff=0.9)
+    assert flipped.failures("exact", "bfloat16") == []
+    assert "the median difference" in replace(flipped, median_token_logit_diff=0.5).failures("fast", "bfloat16")[0]
     assert BywashError.exit_code == 1

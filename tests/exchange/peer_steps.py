@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from bywash.balance import Placement, plan_step
+from bywash.balance.plan import digest32
 from bywash.errors import BywashError
 from bywash.exchange.peer import PeerExchange
 from bywash.exchange.peer_device import PeerDevice
@@ -97,6 +98,12 @@ def expert_outputs(device, received, factor_E):
     return (rows * factor_E[expert][:, None]).to(device.layout.dtype)
 
 
+def check_digest(device, received, placement, generation):
+    """The plan's digest as the device makes it from the counts, against the host's."""
+    words = np.concatenate([received.counts_RE.cpu().numpy().ravel(), placement.home_E]).astype(np.int32)
+    assert device.digest(generation) == digest32(words)
+
+
 def check_received(device, received, inputs, placement, group):
     places, ends = oracle_index(inputs, placement, group.rank, device.layout)
     assert received.index_M[: len(places)].tolist() == places
@@ -135,6 +142,8 @@ def random_steps(group, devices, config, steps, seed):
         device.check()
         if step < 20 or step % 10 == 0:
             check_received(device, received, inputs, placement, group)
+            if counts_first:
+                check_digest(device, received, placement, generation)
         y[int(received.starts_E[-1]) :] = float("nan")
         received.rows_PD.fill_(float("nan"))  # no peer writes again before it has these outputs
         if halves:

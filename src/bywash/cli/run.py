@@ -233,6 +233,6 @@ def _report(request: RunRequest, options: "JobOptions", results: list["RankResul
     if request.json:
         Path(request.json).write_text(json.dumps(outcome, indent=2) + "\n")
     print_summary(options, results, tokens, outcome)
-    failures = report.failures(options.combine) if report else []
+    failures = report.failures(options.combine, options.dtype) if report else []
     if failures:
         raise BywashError("the check failed: " + "; ".join(failures))

@@ -121,8 +121,8 @@ def _check_table(outcome: dict[str, Any]) -> Table:
         table.add_row(question, "[green]yes[/green]" if answer else "[red]no[/red]")
     table.add_row(
         "logit difference to transformers",
-        f"{outcome['max_abs_logit_diff']:.2g} (largest logit {outcome['max_abs_logit']:.3g}; accepted "
-        f"{outcome['tolerance']:.2g})",
+        f"largest {outcome['max_abs_logit_diff']:.2g}, median token {outcome['median_token_logit_diff']:.2g} (accepted "
+        f"{outcome['tolerance']:.2g}, largest logit {outcome['max_abs_logit']:.3g})",
     )
     table.add_row("sha256 of the prefill logits", outcome["logits_sha256"][:16] + "...")
     return table

@@ -1,7 +1,7 @@
 """Moving rows between ranks: the `Exchange` interface and what implements it.
 
-`local` is one rank; `gloo` is CPU processes over sockets; `shm` is CPU processes of one host over shared memory. All
-give the same result; `open_exchange` picks by name.
+`local` is one rank; `gloo` is CPU processes over sockets; `shm` is CPU processes of one host over shared memory; `peer`
+is GPUs of one host. All give the same result; `open_exchange` picks by name.
 """
 
 from bywash.errors import ConfigError
@@ -61,4 +61,8 @@ def open_exchange(
         raise ConfigError(f"--exchange {name} needs a group of ranks")
     if name == "shm":
         return ShmExchange(group, combine_mode=combine_mode, link=link)
+    if name == "peer":
+        from bywash.exchange.peer import PeerExchange  # late: CPU ranks need nothing of it
+
+        return PeerExchange(group, combine_mode=combine_mode)
     return GlooExchange(group, combine_mode=combine_mode)

@@ -83,7 +83,7 @@ class PeerExchange(Exchange):
         device, generation = self._alive(), handle.state["generation"]
         parts = device.dispatch_finish(generation)
         self._check(device)
-        _, pairs_PK, mask_T = device.received_parts(generation)
+        pairs_PK, mask_T = device.sent_parts(generation)
         tokens_R, most, hidden = parts.tokens_R.tolist(), device.layout.tokens, device.layout.hidden
         place_N = torch.cat([torch.arange(n, device="cuda") + s * most for s, n in enumerate(tokens_R)])
         m_NK = parts.m_PK[place_N].long()
@@ -91,6 +91,8 @@ class PeerExchange(Exchange):
         place_N, m_NK = place_N[here_N], m_NK[here_N]
         pair_NK = pairs_PK[place_N]
         handle.state["m_M"] = m_NK[m_NK >= 0]
+        away_NK = m_NK[place_N // most != self.rank] >= 0
+        handle.state["returned"] = int(away_NK.sum()) if self.combine_mode == "exact" else away_NK.shape[0]
         self._count(handle, mask_T[: handle.routing.tokens], device.layout)
         return Received(
             rows_ND=parts.rows_PD[place_N, :hidden],
@@ -109,6 +111,9 @@ class PeerExchange(Exchange):
         by_expert_MD = torch.empty_like(y_MD)
         by_expert_MD[m_M] = y_MD.detach()
         handle.state["out_TD"] = device.combine_start(by_expert_MD, generation=handle.state["generation"])
+        returned = handle.state["returned"]
+        self.traffic.rows_returned += returned
+        self.traffic.wire_bytes += returned * device.layout.vecs * VEC_BYTES + 8 * (self.ranks - 1)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         """See `Exchange.combine_finish`."""
@@ -151,13 +156,11 @@ class PeerExchange(Exchange):
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         sent = sum(int((mask_T >> rank & 1).sum()) for rank in others)
         index_bytes = handle.routing.ids_TK.numel() * PAIR_BYTES + 8 * (layout.experts + 3)
-        returned_M = handle.state["m_M"].numel()
         traffic.steps += 1
         traffic.rows_sent += sent
         traffic.wire_bytes += sent * row_bytes + len(others) * index_bytes
         pairs = int((handle.routing.ids_TK >= 0).sum())
         traffic.logical_bytes += 2 * pairs * layout.hidden * layout.dtype.itemsize
-        handle.state["returned_M"] = returned_M
 
     def _check(self, device: PeerDevice) -> None:
         try:

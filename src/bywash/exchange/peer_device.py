@@ -8,6 +8,7 @@ received rows (place = source * most tokens + token), M pairs (row, expert) comp
 """
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +18,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bywash.balance.plan import digest32
-from bywash.errors import ConfigError
+from bywash.errors import BywashError, ConfigError
 from bywash.exchange.names import Combine
-from bywash.exchange.peer_errors import PHASES, read_failure
+from bywash.exchange.peer_errors import read_failure
 from bywash.exchange.peer_layout import GENERATIONS, PeerLayout
 from bywash.kernels import KernelShape, load_kernels
+from bywash.kernels.compile import MAX_CHUNKS
 from bywash.memory.cuda_heap import open_cuda_heaps
 from bywash.memory.rendezvous import Members
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_FAILURE_WORDS, _DEADLINE_WORD, _STATE_WORDS, _DIGEST_WORD = 5, 4, 9, 8
+_FAILURE_WORDS, _DEADLINE_WORD, _STATE_WORDS, _DIGEST_WORD = 5, 4, 4 + MAX_CHUNKS, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class PeerDevice:
         *,
         combine_mode: Combine = "exact",
         num_sms: int = 0,
-        fault: int = 0,
+        build: Mapping[str, int] | None = None,
     ) -> None:
         """Compile, open the heaps on the current device, and be ready. Every rank calls.
 
@@ -94,7 +96,7 @@ class PeerDevice:
             combine_mode: see `Exchange`.
             num_sms: multiprocessors that a kernel may take. By default all: the exchange is then the only thing that
                 can run, and the wire needs many (two H200: 321 GB/s with 32, 360 GB/s with 132).
-            fault: for tests only, see `KernelShape`.
+            build: for tests and tuning: `fault`, `chunks`, `senders` or `tail` of `KernelShape`.
 
         Raises:
             ConfigError: no GPU or package, shapes that differ between ranks, memory that does not fit, no peer access.
@@ -113,7 +115,7 @@ class PeerDevice:
             vecs=layout.vecs,
             dtype=_DTYPES[layout.dtype],
             exact=combine_mode == "exact",
-            fault=fault,
+            **(build or {}),
         )
         self._kernels = load_kernels(shape)
         facts = {"heap layout": layout.arithmetic, "--combine": combine_mode, "experts": layout.experts}
@@ -206,15 +208,30 @@ class PeerDevice:
         Raises:
             RankLostError, PlanMismatchError, ConfigError: with the ranks at fault.
         """
-        torch.cuda.current_stream().synchronize()
-        error = read_failure(self._failure.tolist(), self._members)
+        error = self.failure()
         if error is not None:
             raise error
 
-    def received_parts(self, generation: int) -> tuple[DeviceReceived, Tensor, Tensor]:
-        """(what arrived, pairs as they travel [P, K], which ranks compute for each own token)."""
+    def failure(self) -> BywashError | None:
+        """What `check` would raise, or None."""
+        torch.cuda.current_stream().synchronize()
+        return read_failure(self._failure.tolist(), self._members)
+
+    def sent_parts(self, generation: int) -> tuple[Tensor, Tensor]:
+        """Pairs as they arrived, int64 [P, K], and which ranks compute for each own token, int32 [T]."""
         channel = self._channels[generation]
-        return channel.received, channel.pairs_PK, channel.mask_T
+        return channel.pairs_PK, channel.mask_T
+
+    def digest(self, generation: int) -> int:
+        """Of the plan that the generation's last rows were sent under. For tests: it waits for the device."""
+        return int(self._channels[generation].state[_DIGEST_WORD]) & 0xFFFFFFFF
+
+    def own_slots(self, generation: int) -> Tensor:
+        """This rank's output slots [T, K or R, padded D]. For tests: nobody writes them before the next dispatch."""
+        layout = self.layout
+        per_token = layout.top_k if layout.exact else layout.ranks
+        shape = (layout.tokens, per_token, layout.padded)
+        return self._heaps[self.rank].tensor(layout.offsets(generation)["at_slots"], shape, layout.dtype)
 
     def close(self) -> None:
         """Drop the heaps; they are unmapped with the last tensor in them. Safe to call twice."""
@@ -337,6 +354,3 @@ class PeerDevice:
 
     def _launch(self, kernel: str, generation: int) -> None:
         self._kernels.launch(kernel, self.num_sms, self._channels[generation].parameters)
-
-
-__all__ = ["PHASES", "DeviceReceived", "PeerDevice"]

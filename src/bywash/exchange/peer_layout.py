@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from bywash.errors import ConfigError
+from bywash.kernels.compile import MAX_CHUNKS
 
 GENERATIONS = 2
 VEC_BYTES = 16
@@ -44,7 +45,7 @@ class PeerLayout:
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.tokens * self.top_k > MAX_PAIRS:
             raise ConfigError(
-                f"exchange peer: {self.tokens} tokens x top-{self.top_k}; 1 to {MAX_PAIRS} pairs of a rank are supported"
+                f"exchange peer: {self.tokens} tokens x top-{self.top_k}; a rank may bring 1 to {MAX_PAIRS} pairs"
             )
         if self.hidden < 1:
             raise ConfigError(f"exchange peer: hidden size {self.hidden}")
@@ -96,7 +97,7 @@ class PeerLayout:
             "at_cells": 8 * self.ranks * self.experts,
             "at_headers": 8 * self.ranks,
             "at_row_flags": 8 * self.ranks,
-            "at_out_flags": 8 * self.ranks,
+            "at_out_flags": 8 * self.ranks * MAX_CHUNKS,
             "at_pairs": PAIR_BYTES * self.places * self.top_k,
             "at_rows": row_bytes * self.places,
             "at_slots": row_bytes * self.tokens * (self.top_k if self.exact else self.ranks),

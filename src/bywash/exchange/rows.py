@@ -70,4 +70,4 @@ def weighted_sum(y_MD: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
 
 def pairs_per_rank(lists: list[SendList]) -> list[int]:
     """How many (token, expert) pairs each rank computes for this one."""
-    return [np.count_nonzero(sent.ids_NK.numpy() >= 0) for sent in lists]
+    return [int(np.count_nonzero(sent.ids_NK.numpy() >= 0)) for sent in lists]

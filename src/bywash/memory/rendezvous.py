@@ -62,7 +62,7 @@ def open_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts: dic
         listener.listen(members.ranks)
         mine = {"name": name, "token": token, "facts": facts, "bytes": heap_bytes, "available": available_bytes()}
         cards = [json.loads(text) for text in members.share(json.dumps(mine), during)]
-        _check_facts(cards)
+        check_facts(cards)
         _check_fit(cards, heap_bytes, arithmetic)
         error = ""
         descriptor = -1
@@ -71,7 +71,7 @@ def open_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts: dic
             stack.callback(os.close, descriptor)
         except OSError as reason:
             error = f"{reason.strerror or reason}"
-        _send_to_all(members, cards, descriptor, error)
+        send_to_all(members, cards, descriptor, error)
         if error:
             raise _refused(members.rank, heap_bytes, error, arithmetic)
         try:
@@ -83,7 +83,8 @@ def open_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts: dic
     return [heaps[rank] for rank in range(members.ranks)]
 
 
-def _check_facts(cards: list[dict[str, Any]]) -> None:
+def check_facts(cards: list[dict[str, Any]]) -> None:
+    """Raise `ConfigError` naming the first fact that a rank holds differently from rank 0."""
     for name, expected in cards[0]["facts"].items():
         for rank, card in enumerate(cards):
             if card["facts"].get(name) != expected:
@@ -112,7 +113,7 @@ def _refused(rank: int, heap_bytes: int, error: str, arithmetic: str) -> ConfigE
     )
 
 
-def _send_to_all(members: Members, cards: list[dict[str, Any]], descriptor: int, error: str) -> None:
+def send_to_all(members: Members, cards: list[dict[str, Any]], descriptor: int, error: str) -> None:
     """One packet to each peer. It waits in the peer's socket, so nobody has to accept first.
 
     A peer that listens no more has died or given up because somebody's allocation failed: what arrives here, or the
@@ -144,7 +145,7 @@ def _receive_from_all(
             members.raise_if_gone(during)
             continue
         with peer:
-            hello, descriptors = _read_hello(peer, token)
+            hello, descriptors = read_hello(peer, token)
             try:
                 if hello is None or hello["rank"] not in missing:
                     continue
@@ -156,7 +157,7 @@ def _receive_from_all(
                     os.close(descriptor)
 
 
-def _read_hello(peer: socket.socket, token: str) -> tuple[dict[str, Any] | None, list[int]]:
+def read_hello(peer: socket.socket, token: str) -> tuple[dict[str, Any] | None, list[int]]:
     """One packet, or None if it is not from a rank of this job: anybody may knock at an abstract socket."""
     peer.settimeout(_POLL_S)
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

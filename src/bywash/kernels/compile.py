@@ -1,0 +1,162 @@
+"""CUDA C++ to machine code with NVRTC, cached on disk.
+
+The cache key is the source, the architecture, the compiler and the static shape: never a token count, so a longer
+prompt never compiles anything. Knows nothing of devices or drivers; `launch.py` and the compile check in CI call it.
+"""
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from bywash.errors import ConfigError
+
+SOURCES = ("common.cuh", "peer_dispatch.cu", "peer_combine.cu")
+THREADS = 512
+"""Threads of a block; the same as in common.cuh."""
+MAX_EXPERTS, MAX_TOP_K, MAX_RANKS, MAX_CHUNKS = 4095, 32, 32, 16
+"""A pair's expert has 12 bits in its message, a warp holds a token's experts, a mask of ranks has 32 bits."""
+_WARPS = THREADS // 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelShape:
+    """What is compiled in.
+
+    Attributes:
+        ranks, experts, top_k: R, E and K.
+        vecs: 16-byte vectors of a row.
+        dtype: `float32`, `bfloat16` or `float16`.
+        exact: whether all pairs travel back unsummed.
+        fault: 0; tests leave out fences (1) or a wait (2, 3) to see that they are needed.
+        chunks: pieces that a long step's combine is cut into; 0 for what was measured best.
+        senders: warps in 16 that send while the others sum.
+        tail: chunks that all warps sum at the end.
+    """
+
+    ranks: int
+    experts: int
+    top_k: int
+    vecs: int
+    dtype: str
+    exact: bool
+    fault: int = 0
+    chunks: int = 0
+    senders: int = 8
+    tail: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("experts", self.experts, MAX_EXPERTS),
+            ("top-k", self.top_k, MAX_TOP_K),
+            ("ranks", self.ranks, MAX_RANKS),
+            ("senders", self.senders, _WARPS - 1),
+            ("chunks", self.chunks or 1, MAX_CHUNKS),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(f"exchange peer: {value} {name}; 1 to {most} are supported")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: counts per warp, later starts per rank."""
+        return 4 * self.experts * max(_WARPS, self.ranks)
+
+    def macros(self) -> list[tuple[str, str]]:
+        """The definitions that the sources expect."""
+        values = {field.name.upper(): getattr(self, field.name) for field in fields(self)}
+        values["DTYPE"] = ("float32", "bfloat16", "float16").index(self.dtype)
+        values["CHUNKS"] = self.chunks or (8 if self.exact else 1)
+        return [(name, str(int(value))) for name, value in values.items()]
+
+
+def require_cuda() -> None:
+    """Check that the packages for GPUs are installed.
+
+    Raises:
+        ConfigError: they are not; says how to get them.
+    """
+    try:
+        import cuda.bindings.driver
+        import cuda.core  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"--exchange peer needs cuda-core and cuda-bindings ({error}): pip install 'bywash[cuda]'"
+        ) from error
+
+
+def kernel_source() -> str:
+    """All kernel sources as one text."""
+    folder = files("bywash.kernels")
+    return "\n".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in SOURCES)
+
+
+def compile_kernels(shape: KernelShape, arch: str, *, cache: Path | None = None) -> bytes:
+    """Machine code (a cubin) of all kernels.
+
+    Args:
+        shape: the static shape.
+        arch: such as `sm_90a`.
+        cache: the directory to keep it in; by default `$BYWASH_CACHE/kernels` or `~/.cache/bywash/kernels`.
+
+    Raises:
+        ConfigError: the packages are missing, or NVRTC refuses the architecture or the source.
+    """
+    require_cuda()
+    source = kernel_source()
+    key = hashlib.sha256(repr((source, arch, shape.macros(), compiler_version())).encode()).hexdigest()[:32]
+    path = (cache or _cache_directory()) / f"peer-{arch}-{key}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    code = _compile(source, shape, arch)
+    _keep(path, code)
+    return code
+
+
+def _compile(source: str, shape: KernelShape, arch: str) -> bytes:
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=arch, std="c++17", define_macro=shape.macros())
+    try:
+        compiled: Any = Program(source, "c++", options).compile("cubin")
+    except Exception as error:  # cuda-core has no common root for what NVRTC reports
+        raise ConfigError(f"exchange peer: NVRTC could not compile the kernels for {arch}: {error}") from error
+    return bytes(compiled.code)
+
+
+def compiler_version() -> tuple[int, ...]:
+    """Major and minor version of NVRTC.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    from cuda.bindings import nvrtc
+
+    try:
+        return tuple(int(part) for part in nvrtc.nvrtcVersion()[1:])
+    except Exception as error:  # cuda-pathfinder's own kind: the library is not there
+        raise ConfigError(
+            f"exchange peer: the compiler NVRTC was not found ({type(error).__name__}): pip install 'bywash[cuda]', or "
+            "nvidia-cuda-nvrtc"
+        ) from error
+
+
+def _cache_directory() -> Path:
+    root = os.environ.get("BYWASH_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "bywash") / "kernels"
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Write through a temporary file, since several ranks may compile at once. A cache that cannot be written is
+    no error: the next process compiles again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError:
+        return

@@ -1,0 +1,94 @@
+"""Compiled kernels on a device: load, fill in parameters, launch on a stream.
+
+Goes through the driver so that a launch costs a few microseconds of Python and nothing else, and so that it can be
+captured in a CUDA graph. Knows nothing of what the kernels do; `exchange.peer_device` calls it.
+"""
+
+import ctypes
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bywash.errors import ConfigError
+from bywash.kernels.compile import THREADS, KernelShape, compile_kernels, kernel_source
+from bywash.kernels.driver import check, driver
+
+_FIELD = re.compile(r"^  u64 (\w+);", re.MULTILINE)
+_DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+def parameter_names() -> tuple[str, ...]:
+    """The fields of `Params` in the kernels' source, in order, without the peers' addresses that follow them."""
+    text = kernel_source()
+    body = text[text.index("struct Params {") :]
+    return tuple(_FIELD.findall(body[: body.index("};")]))
+
+
+class Kernels:
+    """The kernels of one static shape, loaded into the current device.
+
+    Attributes:
+        shape: what they were compiled for.
+        fields: names of the parameters that every kernel takes.
+    """
+
+    def __init__(self, code: bytes, shape: KernelShape) -> None:
+        """Load `code` into the current context."""
+        self.shape = shape
+        self.fields = parameter_names()
+        self._driver = driver()
+        self._module = check(self._driver.cuModuleLoadData(code), "loading the kernels")
+        self._functions: dict[str, Any] = {}
+
+    def parameters(self, values: Mapping[str, int], peers: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
+        """The block of parameters that a launch passes by value; fields may be changed later with `set`."""
+        words = [values.get(name, 0) for name in self.fields]
+        return (ctypes.c_uint64 * (len(words) + len(peers)))(*words, *peers)
+
+    def set(self, parameters: ctypes.Array[ctypes.c_uint64], **values: int) -> None:
+        """Change fields of a block made by `parameters`."""
+        for name, value in values.items():
+            parameters[self.fields.index(name)] = value
+
+    def launch(self, name: str, blocks: int, parameters: ctypes.Array[ctypes.c_uint64]) -> None:
+        """Launch on torch's current stream. The driver copies the parameters, so they may change afterwards."""
+        argument = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        status = self._driver.cuLaunchKernel(
+            self._function(name),
+            *(blocks, 1, 1),
+            *(THREADS, 1, 1),
+            self.shape.shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+            ctypes.addressof(argument),
+            0,
+        )
+        check(status, f"launching {name}")
+
+    def _function(self, name: str) -> Any:
+        if name not in self._functions:
+            function = check(self._driver.cuModuleGetFunction(self._module, name.encode()), f"finding {name}")
+            if self.shape.shared_bytes > _DEFAULT_SHARED_BYTES:
+                attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                check(
+                    self._driver.cuFuncSetAttribute(function, attribute, self.shape.shared_bytes),
+                    f"asking for {self.shape.shared_bytes} bytes of shared memory ({self.shape.experts} experts)",
+                )
+            self._functions[name] = function
+        return self._functions[name]
+
+
+def load_kernels(shape: KernelShape) -> Kernels:
+    """Compile for the current device, or take from the cache, and load.
+
+    Raises:
+        ConfigError: packages missing, a device older than sm_80, or the kernels do not compile or load.
+    """
+    torch.cuda.synchronize()  # makes the device's context, if nothing has yet
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise ConfigError(f"exchange peer: this GPU is sm_{major}{minor}; sm_80 or newer is needed")
+    # The `a` variants are for instructions of one architecture; the kernels use none, and plain code runs on later
+    # minor versions too.
+    return Kernels(compile_kernels(shape, f"sm_{major}{minor}"), shape)

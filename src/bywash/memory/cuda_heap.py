@@ -1,0 +1,235 @@
+"""The symmetric heap on GPUs: every rank allocates with CUDA's virtual memory calls and maps every peer's heap once.
+
+Descriptors travel as for the CPU heap (an abstract Unix socket, see `rendezvous`), so nothing is left behind when a
+rank is killed: memory lives as long as somebody maps it, also after its owner died, and peers never touch unmapped
+addresses. Addresses stay the same until the heap is dropped. Several ranks may share one GPU. No NIC is needed; where
+the device can, the memory is allocated fit for GPUDirect RDMA.
+
+Knows nothing of rows or flags. `exchange.peer_device` opens heaps.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bywash.errors import ConfigError
+from bywash.kernels.driver import check, driver
+from bywash.memory.rendezvous import Members, check_facts, read_hello, send_to_all
+
+_DURING = "opening the GPU heaps"
+_POLL_S = 0.05
+
+
+class CudaHeap:
+    """One rank's heap, mapped into this process and accessible from this process's device.
+
+    Tensors made by `tensor` keep it mapped; it is unmapped with the last of them.
+
+    Attributes:
+        address: where it is mapped.
+        heap_bytes: its size.
+    """
+
+    def __init__(self, handle: Any, heap_bytes: int, device: int) -> None:
+        """Map an allocation; takes over `handle`.
+
+        Raises:
+            ConfigError: no address space, or this device may not access the memory.
+        """
+        cuda = driver()
+        self.heap_bytes = heap_bytes
+        try:
+            self.address = int(check(cuda.cuMemAddressReserve(heap_bytes, 0, 0, 0), "reserving addresses"))
+            check(cuda.cuMemMap(self.address, heap_bytes, 0, handle, 0), "mapping a heap")
+            access = cuda.CUmemAccessDesc()
+            access.location = _location(device)
+            access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            check(
+                cuda.cuMemSetAccess(self.address, heap_bytes, [access], 1),
+                f"device {device} may not access a peer's memory (no NVLink or PCIe peer access?)",
+            )
+        finally:
+            cuda.cuMemRelease(handle)  # the mapping keeps the memory
+        # Not at exit: the context may be gone by then, and the driver frees everything anyway.
+        weakref.finalize(self, _unmap, cuda, self.address, heap_bytes).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """How torch sees the heap as bytes."""
+        return {"shape": (self.heap_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A view of this rank's own heap, without a copy. `offset` in bytes, a multiple of the element size."""
+        elements = 1
+        for size in shape:
+            elements *= size
+        whole: Tensor = torch.as_tensor(self, device="cuda")
+        return whole[offset : offset + elements * dtype.itemsize].view(dtype).view(shape)
+
+
+def open_cuda_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts: dict[str, Any]) -> list[CudaHeap]:
+    """Allocate this rank's heap on the current device, zeroed, map everyone's, return them by rank. Every rank calls.
+
+    Args:
+        members: the ranks, all on this host.
+        heap_bytes: what is needed; the same on every rank. Rounded up to the device's granularity.
+        arithmetic: how `heap_bytes` comes about, for the error when it does not fit.
+        facts: JSON values that must be equal on all ranks, by option name.
+
+    Raises:
+        ConfigError: facts that differ, an allocation that does not fit (named, on every rank), no peer access, or a
+            driver or device without virtual memory that processes can share.
+        RankLostError: a rank died or did not come before the deadline.
+    """
+    torch.cuda.init()
+    torch.cuda.current_stream().synchronize()  # makes the device's primary context current
+    device = torch.cuda.current_device()
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        name, token = f"bywash-{secrets.token_hex(16)}", secrets.token_hex(16)
+        listener.bind(b"\0" + name.encode())
+        listener.listen(members.ranks)
+        mine = {"name": name, "token": token, "facts": facts, "bytes": heap_bytes, "uuid": _uuid(device)}
+        cards = [json.loads(text) for text in members.share(json.dumps(mine), _DURING)]
+        check_facts(cards)
+        descriptor, handle, refusal = -1, None, ""
+        try:
+            _check_peers(device, cards)
+            heap_bytes, handle, descriptor = _allocate(device, heap_bytes, arithmetic)
+            stack.callback(os.close, descriptor)
+        except ConfigError as error:
+            refusal = str(error)
+        own: CudaHeap | None = None
+        if handle is not None:
+            own = CudaHeap(handle, heap_bytes, device)
+            own.tensor(0, (heap_bytes,), torch.uint8).zero_()
+            torch.cuda.current_stream().synchronize()  # zero before a peer may write a flag
+        send_to_all(members, cards, descriptor, refusal)
+        if own is None:
+            raise ConfigError(f"rank {members.rank}: {refusal}")
+        heaps = {members.rank: own}
+        _receive_from_all(members, listener, token, lambda fd: CudaHeap(_import(fd), heap_bytes, device), heaps)
+    return [heaps[rank] for rank in range(members.ranks)]
+
+
+def _receive_from_all(
+    members: Members,
+    listener: socket.socket,
+    token: str,
+    mapped: Callable[[int], CudaHeap],
+    heaps: dict[int, CudaHeap],
+) -> None:
+    """Accept one packet from each peer and map what it brings, up to the deadline."""
+    end = time.monotonic() + members.deadline_s
+    listener.settimeout(_POLL_S)
+    while missing := [rank for rank in range(members.ranks) if rank not in heaps]:
+        if time.monotonic() > end:
+            raise members.late(missing, _DURING)
+        try:
+            peer = listener.accept()[0]
+        except TimeoutError:
+            members.raise_if_gone(_DURING)
+            continue
+        with peer:
+            hello, descriptors = read_hello(peer, token)
+            try:
+                if hello is None or hello["rank"] not in missing:
+                    continue
+                if not descriptors:
+                    raise ConfigError(f"rank {hello['rank']}: {hello['error']}")
+                heaps[hello["rank"]] = mapped(descriptors[0])
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+
+def _allocate(device: int, heap_bytes: int, arithmetic: str) -> tuple[int, Any, int]:
+    """(rounded size, allocation handle, descriptor to share it by)."""
+    cuda = driver()
+    attribute = cuda.CUdevice_attribute
+    for needed, what in (
+        (attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management"),
+        (attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "memory shared by descriptor"),
+    ):
+        if not _attribute(device, needed):
+            raise ConfigError(
+                f"exchange peer: device {device} or its driver (CUDA {_driver_version()}) has no {what}; "
+                "a Linux driver for CUDA 11.3 or newer on bare metal or with GPU passthrough has"
+            )
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location = _location(device)
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    properties.requestedHandleTypes = kind
+    if _attribute(device, attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED):
+        properties.allocFlags.gpuDirectRDMACapable = 1
+    recommended = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    granularity = int(check(cuda.cuMemGetAllocationGranularity(properties, recommended), "asking for granularity"))
+    rounded = -(-heap_bytes // granularity) * granularity
+    free, total = torch.cuda.mem_get_info(device)
+    status, handle = cuda.cuMemCreate(rounded, properties, 0)
+    if status == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise ConfigError(
+            f"exchange peer: the heap does not fit: {_mib(rounded)} needed, {_mib(free)} of {_mib(total)} free on "
+            f"device {device}. One heap is {arithmetic}. Give a step fewer tokens, or leave more memory free"
+        )
+    check((status,), f"allocating {_mib(rounded)}")
+    descriptor = int(check(cuda.cuMemExportToShareableHandle(handle, kind, 0), "sharing the heap"))
+    return rounded, handle, descriptor
+
+
+def _import(descriptor: int) -> Any:
+    cuda = driver()
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return check(cuda.cuMemImportFromShareableHandle(descriptor, kind), "importing a peer's heap")
+
+
+def _check_peers(device: int, cards: list[dict[str, Any]]) -> None:
+    """Peers on other GPUs that this process can see must be reachable; those it cannot see are tried by mapping."""
+    ordinals = {_uuid(ordinal): ordinal for ordinal in range(torch.cuda.device_count())}
+    for rank, card in enumerate(cards):
+        other = ordinals.get(card["uuid"], device)
+        if other != device and not torch.cuda.can_device_access_peer(device, other):
+            raise ConfigError(
+                f"exchange peer: device {device} cannot access the memory of rank {rank}'s device {other} "
+                "(nvidia-smi topo -p2p r shows which can); use --exchange gloo or another pair of devices"
+            )
+
+
+def _unmap(cuda: Any, address: int, heap_bytes: int) -> None:
+    cuda.cuMemUnmap(address, heap_bytes)
+    cuda.cuMemAddressFree(address, heap_bytes)
+
+
+def _location(device: int) -> Any:
+    cuda = driver()
+    location = cuda.CUmemLocation()
+    location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = device
+    return location
+
+
+def _attribute(device: int, attribute: Any) -> int:
+    return int(check(driver().cuDeviceGetAttribute(attribute, device), "asking for a device attribute"))
+
+
+def _driver_version() -> str:
+    version = int(check(driver().cuDriverGetVersion(), "asking for the driver's version"))
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
