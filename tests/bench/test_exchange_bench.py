@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,6 +29,10 @@ def test_units():
     assert gigabits("500 Mbps", "--link") == 0.5
     assert microseconds("5us", "--latency") == 5
     assert microseconds("1.5ms", "--latency") == 1500
+    assert gigabits("200gbps", "--link") == gigabits("200Gb/s", "--link") == 200
+    for text in ("25GB/s", "25GBps", "25MB/s", "25GiB/s"):
+        with pytest.raises(ConfigError, match="B means bytes; give bits per second"):
+            gigabits(text, "--link")
     link = parse_link("25Gbps", "")
     assert (link.rate_gbps, link.latency_us) == (25, 0)
     for text in ("", "200", "fast", "-1Gbps", "1 parsec"):
@@ -79,9 +85,27 @@ def test_bench_exchange_reports_every_algorithm_and_finds_nothing_wrong(tmp_path
         (["--ranks", "0"], "--ranks 0"),
         (["--json", "/no/such/dir/b.json"], "--json /no/such/dir/b.json"),
         (["--zipf", "-1"], "--zipf -1"),
+        (["--hidden", "100000000000"], "x --hidden 100000000000 x 4 bytes"),
+        (["--experts", "100000000000000"], "of memory are available"),
+        (["--link", "1Mbps"], "a message of up to 67,108,864 bytes takes 537 s"),
     ],
 )
 def test_bench_mistakes_are_named(args, message):
     with pytest.raises(ConfigError) as caught:
         app(["bench", "exchange", *args], standalone_mode=False)
     assert message in str(caught.value)
+
+
+def test_bench_refuses_to_run_under_torchrun(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="run it without torchrun"):
+        app(["bench", "exchange"], standalone_mode=False)
+
+
+def test_bench_prints_its_json_and_keeps_the_table_apart():
+    shape = ["--ranks", "1", "--hidden", "8", "--experts", "8", "--topk", "2", "--rounds", "1", "-b", "4", "-e", "4"]
+    command = [sys.executable, "-m", "bywash", "bench", "exchange", *shape, "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert len(json.loads(done.stdout)["rows"]) == 3
+    assert "algorithm" in done.stderr

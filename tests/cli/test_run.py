@@ -1,11 +1,19 @@
 """`bywash run` as a user calls it: through the command line, on real processes."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
+from bywash.cli.console import RunConsole
 from bywash.cli.main import app
+from bywash.cli.run import DEFAULT_PROMPTS, RunRequest, _job_options, _report
 from bywash.errors import BywashError, CheckpointError, ConfigError
+from bywash.models.check import CheckReport, check_run
+from bywash.models.job import run_job
+from bywash.models.presets import preset_directory
+from bywash.models.stages import _causal_mask
 from bywash.routing import RoutingTrace
 
 
@@ -58,9 +66,17 @@ def test_fewer_prompts_than_ranks_and_uneven_experts(tmp_path):
     assert outcome["logits_identical"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_bitwise_the_same_over_ranks_too(tmp_path, dtype):
-    outcome = run_checked(tmp_path, "mixtral-tiny", 2, "--dtype", dtype)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("mixtral-tiny", "bfloat16"),
+        ("olmoe-tiny", "bfloat16"),
+        ("deepseek-v3-tiny", "bfloat16"),
+        ("gpt-oss-tiny", "float16"),
+    ],
+)
+def test_half_precision_is_bitwise_the_same_over_ranks_too(tmp_path, model, dtype):
+    outcome = run_checked(tmp_path, model, 2, "--dtype", dtype)
     assert outcome["logits_identical"]
     assert outcome["router_identical"]
 
@@ -151,28 +167,75 @@ def test_mistakes_get_one_clear_error(args, error, message):
     assert caught.value.exit_code == 2
 
 
-def test_a_failed_check_is_an_error(tmp_path, monkeypatch):
-    from bywash.models.check import CheckReport
+def request_of(**fields):
+    return RunRequest(prompts=tuple((text, None) for text in DEFAULT_PROMPTS), **fields)
 
+
+def test_the_check_names_what_is_wrong():
     good = CheckReport(
         tokens_identical=True,
         tokens_identical_transformers=True,
         logits_identical=True,
         max_abs_logit_diff=1e-6,
-        median_token_logit_diff=1e-7,
         max_abs_logit=1.0,
+        token_diff_to_float32=None,
+        transformers_token_diff_to_float32=None,
         logits_sha256="",
         router_identical=True,
         tolerance=1e-5,
     )
-    assert good.failures("exact", "float32") == []
-    from dataclasses import replace
+    assert good.failures("exact") == []
+    assert "own router" in replace(good, router_identical=False).failures("fast")[0]
+    assert "more than 1e-05" in replace(good, max_abs_logit_diff=float("nan")).failures("fast")[0]
+    assert "not bitwise" in replace(good, logits_identical=False).failures("exact")[0]
+    assert "ids differ" in replace(good, tokens_identical=False).failures("exact")[0]
+    assert replace(good, logits_identical=False).failures("fast") == []
+    half = replace(good, max_abs_logit_diff=0.9, token_diff_to_float32=0.03, tolerance=0.05)
+    assert half.failures("exact") == []
+    assert "distance from float32" in replace(half, token_diff_to_float32=0.06).failures("fast")[0]
 
-    assert "own router" in replace(good, router_identical=False).failures("fast", "float32")[0]
-    assert "more than 1e-05" in replace(good, max_abs_logit_diff=float("nan")).failures("fast", "float32")[0]
-    assert "not bitwise" in replace(good, logits_identical=False).failures("exact", "float32")[0]
-    assert replace(good, logits_identical=False).failures("fast", "float32") == []
-    flipped = replace(good, max_abs_logit_diff=0.9)
-    assert flipped.failures("exact", "bfloat16") == []
-    assert "the median difference" in replace(flipped, median_token_logit_diff=0.5).failures("fast", "bfloat16")[0]
-    assert BywashError.exit_code == 1
+
+@pytest.mark.parametrize("damage", ["logits", "tokens", "router"])
+def test_a_run_that_went_wrong_fails_its_check(tmp_path, damage):
+    """The real check on a real run whose results were then spoilt."""
+    request = request_of(model="qwen3-moe-tiny", ranks=1, tokens=3, check=True, json=str(tmp_path / "out.json"))
+    options = _job_options(request)
+    result = run_job(options, None)
+    if damage == "logits":
+        spoilt = result.generation.prefill_logits[2].clone()
+        spoilt[0, 5] += 1e-4
+        result.generation.prefill_logits[2] = spoilt
+    elif damage == "tokens":
+        result.generation.tokens[1][2] ^= 1
+    else:
+        result.router_mismatches = 1
+    with RunConsole(quiet=True) as console, pytest.raises(BywashError, match="the check failed"):
+        _report(request, options, [result], console)
+    assert json.loads((tmp_path / "out.json").read_text())["tokens_identical"] == (damage != "tokens")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_sees_a_model_computed_wrongly(tmp_path, monkeypatch, dtype):
+    """Ignoring Mixtral's sliding window keeps most tokens right; the check must still notice."""
+    config = {**json.loads((preset_directory("mixtral-tiny") / "config.json").read_text()), "sliding_window": 12}
+    model = shutil.copytree(preset_directory("mixtral-tiny"), tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(config))
+    request = request_of(model=str(model), ranks=1, tokens=2, check=True, dtype=dtype)
+    options = _job_options(request)
+    for ignored in (False, True):
+        if ignored:
+            monkeypatch.setattr("bywash.models.stages._causal_mask", lambda batch, window: _causal_mask(batch, None))
+        result = run_job(options, None)
+        generation = result.generation
+        report = check_run(options, generation.tokens, generation.prefill_logits, result.router_mismatches)
+        assert bool(report.failures("exact")) == ignored
+
+
+def test_stop_ids_come_from_generation_config_too(tmp_path):
+    model = shutil.copytree(preset_directory("qwen3-moe-tiny"), tmp_path / "model")
+    free = run_job(_job_options(request_of(model=str(model), tokens=5)), None).generation.tokens
+    stop = free[0][1]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, 319]}))
+    options = _job_options(request_of(model=str(model), tokens=5))
+    assert options.stop_ids == (stop, 319)
+    assert run_job(options, None).generation.tokens[0] == free[0][: free[0].index(stop) + 1]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -74,6 +76,54 @@ def test_a_killed_rank_is_named(tmp_path):
 def test_another_configuration_is_named_with_its_rank():
     with pytest.raises(ConfigError, match="--dtype: rank 2 was started with 'bfloat16', rank 0 with 'float32'"):
         run_local(disagrees, None, 3, deadline_s=20)
+
+
+def sleeps(directory, rank, ranks, store):
+    (directory / f"{rank}.pid").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda how: how.name)
+def test_no_rank_outlives_its_parent(tmp_path, how):
+    code = (
+        "from pathlib import Path; from bywash.launch import run_local; from tests.launch.test_local import sleeps; "
+        f"run_local(sleeps, Path({str(tmp_path)!r}), 2, deadline_s=30)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    end = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < end:
+        time.sleep(0.05)
+    pids = [int(file.read_text()) for file in files]
+    parent.send_signal(how)
+    parent.wait(timeout=20)
+    end = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+def loads_slowly_on_rank_1(_, rank, ranks, store):
+    group = Group(rank=rank, ranks=ranks, store=store, deadline_s=2)
+    if rank == 1:
+        time.sleep(4)
+    group.meet("loading weights")
+
+
+def test_a_slow_load_is_waited_for_beyond_the_deadline():
+    run_local(loads_slowly_on_rank_1, None, 2, deadline_s=2)
+
+
+def dies_while_loading(_, rank, ranks, store):
+    group = Group(rank=rank, ranks=ranks, store=store, deadline_s=20)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.meet("loading weights")
+
+
+def test_a_rank_that_dies_while_loading_is_named_at_once():
+    with pytest.raises(RankLostError, match=r"rank 1 \(pid \d+\) .* while loading weights"):
+        run_local(dies_while_loading, None, 2, deadline_s=20)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 65])

@@ -11,14 +11,15 @@ from bywash.exchange import LocalExchange
 from bywash.models.families import family_of
 from bywash.models.generate import Observer, generate, make_micro_batches
 from bywash.models.loader import gated_experts, load_model, read_config
-from bywash.models.presets import preset_directory
+from bywash.models.presets import PRESETS, preset_directory
 from bywash.models.stages import LanguageModel
 from bywash.moe import ExpertParallel
 
-PROMPTS = [[1, 2, 3], [200, 7], [9] * 11, [310], [4, 5, 6, 7, 8]]
+# The longest is longer than gpt-oss-tiny's sliding window of 16.
+PROMPTS = [[1, 2, 3], [200, 7], [(7 * i) % 320 for i in range(41)], [310], [4, 5, 6, 7, 8]]
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe-tiny", "mixtral-tiny"])
+@pytest.fixture(scope="module", params=sorted(PRESETS))
 def directory(request) -> Path:
     return preset_directory(request.param)
 
@@ -69,7 +70,7 @@ def test_a_stop_token_ends_its_prompt_and_its_routing(directory):
 def test_micro_batches_have_one_shape_whatever_the_number_of_ranks():
     for ranks in (1, 2, 3, 4):
         batches = [b for rank in range(ranks) for b in make_micro_batches(PROMPTS, 2, rank, ranks)]
-        assert {tuple(b.ids_BS.shape) for b in batches} == {(2, 11)}
+        assert {tuple(b.ids_BS.shape) for b in batches} == {(2, 41)}
         assert sorted(p for b in batches for p in b.prompts) == [-1, 0, 1, 2, 3, 4]
         assert sorted(tuple(b.prompts) for b in batches) == [(0, 1), (2, 3), (4, -1)]
         assert sum(int(b.real_BS.sum()) for b in batches) == sum(map(len, PROMPTS))

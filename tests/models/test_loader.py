@@ -81,6 +81,19 @@ def drop(name):
     return lambda checkpoint: rewrite(checkpoint, lambda tensors: tensors.pop(name))
 
 
+def fewer_experts_in_config(checkpoint):
+    change_config(checkpoint, num_experts=8, num_local_experts=8)
+
+
+def fewer_layers_in_config(checkpoint):
+    change_config(checkpoint, num_hidden_layers=2)
+
+
+def change_config(checkpoint, **fields):
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
 def shrink(checkpoint):
     rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
 
@@ -97,6 +110,8 @@ def shrink(checkpoint):
         (drop("model.layers.1.mlp.experts.3.down_proj.weight"), "do not fit config.json"),
         (drop("model.layers.1.mlp.experts.3.gate_proj.weight"), "do not fit config.json"),
         (shrink, "do not fit config.json"),
+        (fewer_experts_in_config, "config.json has 8"),
+        (fewer_layers_in_config, "have no place in the model that config.json describes"),
     ],
 )
 def test_broken_weights_are_named(checkpoint, damage, named):
@@ -116,6 +131,11 @@ def test_broken_weights_are_named(checkpoint, damage, named):
         (
             '{"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}',
             "the weights are quantised (mxfp4)",
+        ),
+        ('{"model_type": ["a"]}', "is unknown to transformers"),
+        (
+            '{"model_type": "qwen3_moe", "rope_parameters": {"rope_type": "dynamic", "factor": 2, "rope_theta": 9}}',
+            "rope_type 'dynamic' depends on the length",
         ),
         ('{"model_type": "nonsense"}', "'nonsense' is unknown to transformers"),
     ],

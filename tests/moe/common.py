@@ -14,7 +14,7 @@ def swiglu(gate_up):
     return F.silu(gate) * up
 
 
-def random_experts(count, hidden, inner, dtype, seed, of=None):
+def random_experts(count, hidden, inner, dtype, seed, of=None, gate=swiglu):
     """`count` experts, or of those only the ones listed in `of`; expert e is the same either way."""
     gate_up, down = [], []
     for expert in range(count):
@@ -27,7 +27,7 @@ def random_experts(count, hidden, inner, dtype, seed, of=None):
         if chosen
         else torch.empty(0, 2 * inner, hidden),
         down_LDF=torch.stack([down[e] for e in chosen]).to(dtype) if chosen else torch.empty(0, hidden, inner),
-        apply_gate=swiglu,
+        apply_gate=gate,
     )
 
 

@@ -144,6 +144,11 @@ def test_counts_files(tmp_path):
         ("[[1, NaN]]", r"counts\[0\]"),
         ("[[1], 3]", r"counts\[1\]"),
         ("[[0, 0]]", "all counts are zero"),
+        ("[[1, Infinity]]", r"counts\[0\]"),
+        ("[[1e308, 1e308]]", r"counts\[0\]"),
+        ("[[1e-320, 0]]", r"counts\[0\]"),
+        ("[[1" + "0" * 400 + "]]", r"counts\[0\]"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_wrong_counts_file_is_named(tmp_path, text, message):

@@ -87,7 +87,7 @@ def test_show_takes_counts_and_skips_dense_layers(tmp_path):
     assert "2 layers x 4 experts (counts only)" in run("show", path)
 
 
-@pytest.mark.parametrize("ranks", ["", "x", "4,0", "2;3"])
+@pytest.mark.parametrize("ranks", ["", "x", "4,0", "2;3", "99999999999"])
 def test_show_refuses_wrong_ranks(trace_file, ranks):
     with pytest.raises(ConfigError, match="--ranks"):
         run("show", trace_file, "--ranks", ranks)
@@ -100,7 +100,7 @@ def test_show_names_what_it_cannot_read_or_write(trace_file, tmp_path):
     with pytest.raises(TraceError, match=r"d\.trace: damaged or cut short"):
         run("show", trace_file)
     (tmp_path / "c.json").write_text("[[1, 2]]")
-    with pytest.raises(ConfigError, match=r"--json = .*cannot write"):
+    with pytest.raises(ConfigError, match=r"--json .*: its directory does not exist"):
         run("show", tmp_path / "c.json", "--json", tmp_path / "no" / "out.json")
 
 
@@ -110,6 +110,28 @@ def test_an_empty_trace_is_shown(tmp_path):
     path = tmp_path / "e.trace"
     TraceRecorder(layers=[0], num_experts=4, top_k=1).finish().save(path)
     assert "no tokens" in run("show", path)
+
+
+@pytest.mark.parametrize(
+    ("size", "flag"),
+    [
+        (["--layers", 10**12], "--layers 1000000000000"),
+        (["--tokens", 2**31], "tokens = 2147483648"),
+        (["--kind", "drifting", "--topics", 10**12], "1000000000000 x --layers 4 x --experts"),
+    ],
+)
+def test_make_refuses_what_does_not_fit(tmp_path, size, flag):
+    with pytest.raises(ConfigError, match=flag):
+        run("make", *size, "--out", tmp_path / "a")
+
+
+def test_no_figure_is_a_dash(tmp_path):
+    from bywash.routing import TraceRecorder
+
+    (tmp_path / "c.json").write_text("[[1, 0], [2, 3]]")
+    TraceRecorder(layers=[0], num_experts=4, top_k=1).finish().save(tmp_path / "e.trace")
+    for file in ("c.json", "e.trace"):
+        assert "nan" not in run("show", tmp_path / file).lower()
 
 
 def test_reading_a_trace_does_not_load_torch():

@@ -23,7 +23,6 @@ from bywash.exchange.link import Links
 from bywash.exchange.names import Combine
 from bywash.routing import Routing
 
-Step = Callable[[Tensor, Routing], Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Accepted relative difference to one process; sums per rank round at other places than sums in k order."""

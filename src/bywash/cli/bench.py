@@ -1,12 +1,13 @@
 """`bywash bench`: measurements beside baselines, with the columns of nccl-tests."""
 
-import json
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from bywash.cli.limits import check_deadline, check_link, check_memory
+from bywash.cli.output import STDOUT, printing, writable, write_json
 from bywash.cli.units import parse_link
 from bywash.errors import BywashError, ConfigError
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from bywash.bench.exchange import ExchangeBench
 
 app = typer.Typer(no_args_is_help=True, help="Measure, beside baselines in the same run.")
+
+_COPIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +51,19 @@ def exchange(
     link: str = typer.Option("", help="Emulate a link of this rate for shm, such as 200Gbps."),
     latency: str = typer.Option("", help="Latency of the emulated link, such as 5us."),
     deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
-    json_file: str | None = typer.Option(None, "--json", help="Write the rows to this file."),
+    json_file: str | None = typer.Option(
+        None, "--json", help="Write the rows to this file; - prints them, and the table to stderr."
+    ),
 ) -> None:
     """Time counts + plan + dispatch + combine: shared memory, deduplicated gloo, and all_to_all_single by hand."""
     from bywash.bench.exchange import DTYPES, ExchangeBench
     from bywash.exchange import COMBINES
-    from bywash.launch import run_local
+    from bywash.launch import run_local, under_torchrun
 
+    if under_torchrun():
+        raise ConfigError("bench exchange: starts its own processes; run it without torchrun, with --ranks")
     sizes = sizes_between(begin, end, factor)
+    check_deadline(deadline)
     for flag, value in (("--hidden", hidden), ("--experts", experts), ("--topk", topk), ("--rounds", rounds)):
         if value < 1:
             raise ConfigError(f"{flag} {value}: must be at least 1")
@@ -66,8 +74,7 @@ def exchange(
             raise ConfigError(f"{flag} {chosen}: choose one of {', '.join(known)}")
     if not 0 <= zipf < 100:
         raise ConfigError(f"--zipf {zipf}: must be 0 or more")
-    if json_file and not Path(json_file).resolve().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: its directory does not exist")
+    writable(json_file, "--json", or_stdout=True)
     bench = ExchangeBench(
         sizes=sizes,
         hidden=hidden,
@@ -79,7 +86,26 @@ def exchange(
         rounds=rounds,
         link=parse_link(link, latency),
     )
+    _check_size(bench, ranks, deadline)
     run_local(rank_main, _Job(bench=bench, deadline=deadline, json=json_file), ranks, deadline)
+
+
+def _check_size(bench: "ExchangeBench", ranks: int, deadline: float) -> None:
+    """Refuse sizes that cannot fit in memory, and messages that an emulated link delivers after the deadline."""
+    from bywash.bench.exchange import DTYPES
+
+    tokens, item = max(bench.sizes), DTYPES[bench.dtype].itemsize
+    # By hand: rows out, rows in, outputs back, outputs in order. Drawing the routing: three float32 per expert.
+    rows = _COPIES * bench.top_k * bench.hidden * item
+    draws = 12 * bench.experts
+    check_memory(
+        ranks * tokens * (rows + draws),
+        f"--ranks {ranks} x -e {tokens} tokens x ({_COPIES} copies x --topk {bench.top_k} x --hidden {bench.hidden} x "
+        f"{item} bytes + 12 bytes x --experts {bench.experts})",
+        "lower one of them",
+    )
+    returned = min(bench.top_k, -(-bench.experts // max(1, ranks))) if bench.combine == "exact" else 1
+    check_link(bench.link, deadline, tokens * returned * bench.hidden * item)  # type: ignore[arg-type]
 
 
 def sizes_between(begin: int, end: int, factor: int) -> tuple[int, ...]:
@@ -103,21 +129,29 @@ def rank_main(job: _Job, rank: int, ranks: int, store: Any) -> None:
     rows: list[dict[str, Any]] = []
     try:
         if rank == 0:
-            print(header(job.bench, ranks), flush=True)
+            _print(job, header(job.bench, ranks))
         for measured in measure(group, job.bench):
             gathered = gather_objects(group, measured)
             if gathered is not None:
                 done = rows_of(gathered)
-                print("\n".join(line(row) for row in done), flush=True)
+                _print(job, "\n".join(line(row) for row in done))
                 rows += done
     finally:
         group.close()
     if rank == 0:
-        if job.json:
-            Path(job.json).write_text(json.dumps({"ranks": ranks, "rows": rows}, indent=2) + "\n")
+        if job.json is not None:
+            write_json(job.json, {"ranks": ranks, "rows": rows})
         wrong = sum(row["wrong"] for row in rows)
         if wrong:
             raise BywashError(f"{wrong} elements differ from one process; see the #wrong column")
+
+
+def _print(job: _Job, text: str) -> None:
+    if job.json == STDOUT:
+        print(text, file=sys.stderr, flush=True)
+        return
+    with printing():
+        print(text, flush=True)
 
 
 _COLUMNS = "{:>9} {:>7} {:>13} {:>12} {:>11} {:>7} {:>7} {:>7} {:>9} {:>9} {:>8}"

@@ -29,7 +29,9 @@ class RunConsole(Watch):
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=quiet)
+        self._bar = Progress(
+            *columns, console=self._console, transient=True, disable=quiet or not self._console.is_terminal
+        )
         self._task = self._bar.add_task("starting", total=None)
 
     def __enter__(self) -> Self:

@@ -6,6 +6,7 @@ import typer
 
 from bywash import __version__
 from bywash.cli import bench, run, trace
+from bywash.cli.output import OutputClosedError, drop_stdout, fill_closed_streams, printing
 from bywash.errors import BywashError
 
 app = typer.Typer(
@@ -17,6 +18,8 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")
+
+_INTERRUPTED = 130
 
 
 def _print_version(wanted: bool) -> None:
@@ -34,14 +37,31 @@ def _root(
 
 def main() -> None:
     """Entry point: a bywash error is one message and an exit code, never a traceback."""
+    fill_closed_streams()
     try:
-        app()
+        code = _run_app()
+        with printing():  # flushes: Python would only complain about it at exit
+            pass
+    except OutputClosedError as error:
+        code = error.exit_code
     except BywashError as error:
         print(f"bywash: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("bywash: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = error.exit_code
+    sys.exit(code)
+
+
+def _run_app() -> int:
+    """The exit code of the command; typer leaves with SystemExit, and turns Ctrl-C into exit code 130."""
+    try:
+        app()
+    except OSError as error:  # of typer's own printing, --help and --version: bywash's errors are its own
+        drop_stdout()
+        raise BywashError(str(error)) from error
+    except SystemExit as done:
+        if done.code == _INTERRUPTED:
+            print("bywash: interrupted", file=sys.stderr)
+        return done.code if isinstance(done.code, int) else 1 if done.code else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """`bywash run`: a Hugging Face MoE model with its experts spread over ranks."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 
+from bywash.cli.limits import check_deadline, check_link
+from bywash.cli.output import STDOUT, printing, replaceable, writable, write_json
 from bywash.cli.units import parse_link
 from bywash.errors import BywashError, ConfigError
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "bywash-tiny"
 DEFAULT_RANKS = 4
 DEFAULT_TOKENS = 48
-RANKS_HELP = "Local processes to start [default: 4; under torchrun its world size]."
+RANKS_HELP = "Local processes to start (default: 4; under torchrun its world size)."
 DEFAULT_PROMPTS = (
     "An error is raised if the file",
     "If the name is not found in the table,",
@@ -30,6 +33,9 @@ DEFAULT_PROMPTS = (
 )
 """In the style of what the shipped model was trained on: prose, code and tables of Python's documentation."""
 
+Prompt: TypeAlias = tuple[str | tuple[int, ...], str | None]
+"""A prompt, as text or as token ids, and its topic."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
@@ -37,8 +43,7 @@ class RunRequest:
 
     model: str = DEFAULT_MODEL
     ranks: int | None = None
-    prompt: tuple[str, ...] = DEFAULT_PROMPTS
-    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    prompts: tuple[Prompt, ...]
     tokens: int = DEFAULT_TOKENS
     micro_batch: int = 2
     exchange: str = "auto"
@@ -49,7 +54,6 @@ class RunRequest:
     speeds: tuple[int, ...] = ()
     check: bool = False
     trace: str | None = None
-    topic: tuple[str, ...] = ()
     json: str | None = None
     deadline: float = 60.0
 
@@ -59,9 +63,11 @@ def run(
         DEFAULT_MODEL, help="Checkpoint directory (config.json + safetensors), or a name (docs/run.md)."
     ),
     ranks: int | None = typer.Option(None, help=RANKS_HELP),
-    prompt: list[str] = typer.Option([], help="Prompt text; repeat for several [default: 8 built-in ones]."),
+    prompt: list[str] = typer.Option([], help="Prompt text; repeat for several (default: 8 built-in ones)."),
     prompt_ids: list[str] = typer.Option([], help="Prompt as token ids, '1,2,3'; repeat for several."),
-    prompts: str = typer.Option("", help="File of prompts: a JSON object with 'prompt' and 'topic' on each line."),
+    prompts: str | None = typer.Option(
+        None, help="File of prompts: a JSON object with 'prompt' and, if you like, 'topic' on each line."
+    ),
     tokens: int = typer.Option(DEFAULT_TOKENS, help="Tokens to generate for each prompt."),
     micro_batch: int = typer.Option(2, help="Prompts computed together; equal values give bitwise equal results."),
     exchange: str = typer.Option("auto", help="How rows move: shm (ranks of one host), gloo (sockets), or auto."),
@@ -72,18 +78,20 @@ def run(
     speeds: str = typer.Option("", help="Relative speed of each rank, '2,1,1': experts are shared out in proportion."),
     check: bool = typer.Option(False, "--check", help="Compare with one process; exit 1 if it differs."),
     trace: str | None = typer.Option(None, help="Record the routing to this file (.npz)."),
-    topic: list[str] = typer.Option([], help="Label of each prompt in the trace, in order."),
-    json_file: str | None = typer.Option(None, "--json", help="Write the results to this file."),
+    topic: list[str] = typer.Option(
+        [], help="Label of each prompt in the trace: first of each --prompt, then of each --prompt-ids."
+    ),
+    json_file: str | None = typer.Option(
+        None, "--json", help="Write the results to this file; - prints them instead of the tables."
+    ),
     deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
 ) -> None:
     """Run a MoE model with its experts spread over processes, and report what moved."""
-    texts, topics = read_prompts(prompts) if prompts else ((), ())
     start_run(
         RunRequest(
             model=model,
             ranks=ranks,
-            prompt=(*prompt, *texts) or (() if prompt_ids else DEFAULT_PROMPTS),
-            prompt_ids=tuple(_numbers(ids, "--prompt-ids") for ids in prompt_ids),
+            prompts=collect_prompts(prompt, prompt_ids, prompts, topic),
             tokens=tokens,
             micro_batch=micro_batch,
             exchange=exchange,
@@ -94,7 +102,6 @@ def run(
             speeds=_numbers(speeds, "--speeds") if speeds else (),
             check=check,
             trace=trace,
-            topic=(*topic, *topics),
             json=json_file,
             deadline=deadline,
         )
@@ -141,30 +148,69 @@ def _check_request(request: RunRequest) -> None:
     for name in ("tokens", "micro_batch"):
         if getattr(request, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(request, name)}: must be at least 1")
-    if request.deadline <= 0:
-        raise ConfigError(f"--deadline {request.deadline:g}: must be more than 0 seconds")
-    parse_link(request.link, request.latency)
-    prompts = len(request.prompt) + len(request.prompt_ids)
-    if request.topic and len(request.topic) != prompts:
-        raise ConfigError(f"--topic is given {len(request.topic)} times for {prompts} prompts: label each or none")
-    for name in ("json", "trace"):
-        path = getattr(request, name)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: its directory does not exist")
+    check_deadline(request.deadline)
+    check_link(parse_link(request.link, request.latency), request.deadline)
+    writable(request.json, "--json", or_stdout=True)
+    replaceable(request.trace, "--trace")
 
 
-def read_prompts(file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(prompts, topics) of a JSON-lines file; topics are empty unless every line has one."""
+def collect_prompts(
+    texts: Sequence[str], ids: Sequence[str], file: str | None, topics: Sequence[str]
+) -> tuple[Prompt, ...]:
+    """The prompts of --prompt, then of --prompts FILE, then of --prompt-ids, each with its topic.
+
+    --topic labels those of --prompt and --prompt-ids in this order; a file brings its own topics. All have one or none.
+    """
+    from_file = read_prompts(file) if file is not None else ()
+    if from_file and topics:
+        raise ConfigError("--topic: cannot label a --prompts file; give each of its lines a 'topic'")
+    prompts: list[Prompt] = [(text, None) for text in texts]
+    prompts += from_file
+    prompts += [(_numbers(numbers, "--prompt-ids"), None) for numbers in ids]
+    prompts = prompts or [(text, None) for text in DEFAULT_PROMPTS]
+    if topics:
+        if len(topics) != len(prompts):
+            raise ConfigError(f"--topic is given {len(topics)} times for {len(prompts)} prompts: label each or none")
+        prompts = [(prompt, topic) for (prompt, _), topic in zip(prompts, topics)]
+    if len({topic is None for _, topic in prompts}) > 1:
+        raise ConfigError(f"--prompts {file}: its prompts have topics, those of --prompt and --prompt-ids have none")
+    for prompt, topic in prompts:
+        for flag, text in (("--prompt", prompt), ("--topic", topic)):
+            if isinstance(text, str) and not _is_unicode(text):
+                raise ConfigError(f"{flag} {text!a}: is not valid UTF-8; convert it first")
+    return tuple(prompts)
+
+
+def read_prompts(file: str) -> tuple[Prompt, ...]:
+    """The prompts of a JSON-lines file, in order; every line has a topic, or none has."""
     try:
-        lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.strip()]
-        prompts = tuple(str(line["prompt"]) for line in lines)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f'--prompts {file}: must be a file with an object like {{"prompt": "...", "topic": "..."}} on each line '
-            f"({error!r})"
-        ) from error
-    topics = tuple(str(line["topic"]) for line in lines if "topic" in line)
-    return prompts, topics if len(topics) == len(prompts) else ()
+        lines = [json.loads(line) for line in Path(file).read_text("utf-8").split("\n") if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--prompts {file}: cannot read it as a JSON object on each line: {reason}") from error
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, start=1):
+        fields = line if isinstance(line, dict) else {}
+        prompt, topic = fields.get("prompt"), fields.get("topic")
+        if not isinstance(prompt, str) or not isinstance(topic, str | None):
+            raise ConfigError(
+                f'--prompts {file}: prompt {number} must be an object like {{"prompt": "...", "topic": "..."}} with '
+                f"strings in it"
+            )
+        prompts.append((prompt, topic))
+    if not prompts:
+        raise ConfigError(f"--prompts {file}: has no prompts; put a JSON object on each line")
+    if len({topic is None for _, topic in prompts}) > 1:
+        raise ConfigError(f"--prompts {file}: some lines have a 'topic' and some have none: label each or none")
+    return tuple(prompts)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
+        return False
+    return True
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -177,16 +223,16 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
 def _job_options(request: RunRequest) -> "JobOptions":
     """Resolve names, tokenise, check against the model."""
     from bywash.models.job import JobOptions
-    from bywash.models.loader import read_config
+    from bywash.models.loader import read_config, stop_ids
     from bywash.models.presets import model_directory
     from bywash.models.text import check_ids, text_for
 
     directory = model_directory(request.model)
     config = read_config(directory)
-    prompts = list(request.prompt_ids)
-    if request.prompt:
+    prompts = [prompt for prompt, _ in request.prompts if not isinstance(prompt, str)]
+    if len(prompts) < len(request.prompts):
         text = text_for(directory, config.vocab_size)
-        prompts = [tuple(text.encode(p)) for p in request.prompt] + prompts
+        prompts = [tuple(text.encode(p)) if isinstance(p, str) else p for p, _ in request.prompts]
     check_ids(prompts, config.vocab_size)
     longest, positions = max(len(p) for p in prompts) + request.tokens, config.max_position_embeddings
     if longest > positions:
@@ -194,22 +240,21 @@ def _job_options(request: RunRequest) -> "JobOptions":
             f"--tokens {request.tokens}: the longest prompt and its new tokens need {longest} positions, the model has "
             f"{positions}"
         )
-    stop = config.eos_token_id
     return JobOptions(
         directory=str(directory),
         prompts=tuple(prompts),
         new_tokens=request.tokens,
-        micro_batch=request.micro_batch,
+        micro_batch=min(request.micro_batch, len(prompts)),
         exchange=request.exchange,
         combine=request.combine,
         link=parse_link(request.link, request.latency),
         dtype=request.dtype,
         speeds=request.speeds,
-        stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
+        stop_ids=stop_ids(directory, config),
         deadline_s=request.deadline,
         check=request.check,
         trace=request.trace is not None,
-        topics=request.topic,
+        topics=tuple(topic for _, topic in request.prompts if topic is not None),
     )
 
 
@@ -230,9 +275,11 @@ def _report(request: RunRequest, options: "JobOptions", results: list["RankResul
     if request.trace:
         merge_traces(traces).save(request.trace)
     outcome = result_json(request.model, options, results, tokens, report)
-    if request.json:
-        Path(request.json).write_text(json.dumps(outcome, indent=2) + "\n")
-    print_summary(options, results, tokens, outcome)
-    failures = report.failures(options.combine, options.dtype) if report else []
+    if request.json is not None:
+        write_json(request.json, outcome)
+    if request.json != STDOUT:
+        with printing():
+            print_summary(options, results, tokens, outcome)
+    failures = report.failures(options.combine) if report else []
     if failures:
         raise BywashError("the check failed: " + "; ".join(failures))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bywash.cli.output import stdout_console
 from bywash.models.check import CheckReport
 from bywash.models.job import JobOptions, RankResult
 from bywash.models.loader import read_config
@@ -65,7 +66,7 @@ def print_summary(
     options: JobOptions, results: list[RankResult], tokens: dict[int, list[int]], outcome: dict[str, Any]
 ) -> None:
     """Print what an operator asks first: does it agree, who did how much, what moved, how fast."""
-    console = Console()
+    console = stdout_console()
     console.print(
         f"[bold]{escape(str(outcome['model']))}[/bold] on {outcome['ranks']} ranks, exchange {outcome['exchange']}, "
         f"combine {outcome['combine']}, {outcome['dtype']} (ranks of one machine share its cores)"
@@ -121,9 +122,15 @@ def _check_table(outcome: dict[str, Any]) -> Table:
         table.add_row(question, "[green]yes[/green]" if answer else "[red]no[/red]")
     table.add_row(
         "logit difference to transformers",
-        f"largest {outcome['max_abs_logit_diff']:.2g}, median token {outcome['median_token_logit_diff']:.2g} (accepted "
-        f"{outcome['tolerance']:.2g}, largest logit {outcome['max_abs_logit']:.3g})",
+        f"{outcome['max_abs_logit_diff']:.2g} (largest logit {outcome['max_abs_logit']:.3g}"
+        + (f"; accepted {outcome['tolerance']:.2g})" if outcome["token_diff_to_float32"] is None else ")"),
     )
+    if outcome["token_diff_to_float32"] is not None:
+        table.add_row(
+            "a token's distance from float32",
+            f"{outcome['token_diff_to_float32']:.2g}, transformers' own "
+            f"{outcome['transformers_token_diff_to_float32']:.2g} (accepted {outcome['tolerance']:.2g})",
+        )
     table.add_row("sha256 of the prefill logits", outcome["logits_sha256"][:16] + "...")
     return table
 

@@ -4,28 +4,22 @@ Thin: reads options, calls `bywash.routing`, prints. numpy and rich are imported
 `--help` answers at once. Errors leave as `BywashError`; `bywash.cli.main` prints them.
 """
 
-import json
-import sys
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from bywash.cli.run import (
-    DEFAULT_MODEL,
-    DEFAULT_PROMPTS,
-    DEFAULT_TOKENS,
-    RANKS_HELP,
-    RunRequest,
-    read_prompts,
-    start_run,
-)
+from bywash.cli.limits import check_memory
+from bywash.cli.output import STDOUT, printing, replaceable, stdout_console, writable, write_json
+from bywash.cli.run import DEFAULT_MODEL, DEFAULT_TOKENS, RANKS_HELP, RunRequest, collect_prompts, start_run
 from bywash.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
-    from bywash.routing import RoutingTrace, SkewSummary
+    from bywash.routing import RoutingTrace, SkewSummary, TraceShape
 
 # Per topic: the summary of its counts, and how far it lies from the whole trace, 0..1.
 Topics: TypeAlias = "dict[str, tuple[SkewSummary, float]]"
@@ -49,6 +43,9 @@ _LAW_OPTIONS: dict[Kind, dict[str, Any]] = {
     Kind.hot_set: {"hot": 4, "share": 0.5},
     Kind.drifting: {"topics": 4, "period": 10, "exponent": 0.9},
 }
+_COPIES = 3
+_LONG_BYTES = 50_000_000
+_MAX_RANKS = 65536  # as many as a trace may have experts
 
 
 @app.command()
@@ -58,17 +55,18 @@ def record(
     ranks: Annotated[int | None, typer.Option(help=RANKS_HELP)] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="prompt text; repeat for several")] = None,
     topic: Annotated[list[str] | None, typer.Option(help="label of each prompt, in order")] = None,
-    prompts: Annotated[str, typer.Option(help="file of prompts: 'prompt' and 'topic' in JSON on each line")] = "",
+    prompts: Annotated[
+        str | None, typer.Option(help="file of prompts: 'prompt' and 'topic' in JSON on each line")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = DEFAULT_TOKENS,
 ) -> None:
     """Run a model and record its routing: short for `bywash run --trace`, which has more options."""
-    texts, topics = read_prompts(prompts) if prompts else ((), ())
+    replaceable(out, "--out")
     start_run(
         RunRequest(
             model=model,
             ranks=ranks,
-            prompt=(*(prompt or ()), *texts) or DEFAULT_PROMPTS,
-            topic=(*(topic or ()), *topics),
+            prompts=collect_prompts(prompt or (), (), prompts, topic or ()),
             tokens=tokens,
             trace=str(out),
         )
@@ -90,6 +88,7 @@ def show(
     from bywash.routing import SHIPPED_TRACES, RoutingTrace, load_counts, shipped_trace, summarise
 
     sizes = _parse_ranks(ranks)
+    writable(json_to, "--json", or_stdout=True)
     trace = None
     if str(file) in SHIPPED_TRACES and not file.exists():
         trace = shipped_trace(str(file))
@@ -103,9 +102,10 @@ def show(
     topics = _by_topic(trace, sizes) if trace is not None else {}
     headline = _headline(summary, trace)
     if json_to is not None:
-        _write_json(json_to, _as_json(file, headline, summary, trace, topics))
-    if json_to != "-":
-        _print_tables(headline, summary, topics)
+        write_json(json_to, _as_json(file, headline, summary, trace, topics))
+    if json_to != STDOUT:
+        with printing():
+            _print_tables(headline, summary, topics)
 
 
 @app.command()
@@ -129,6 +129,7 @@ def make(
 
     given = {"exponent": exponent, "hot": hot, "share": share, "topics": topics, "period": period}
     law = _law_options(kind, given)
+    replaceable(out, "--out")
     shape = TraceShape(num_experts=experts, top_k=topk, layers=layers, tokens=tokens, steps=steps)
     makers: dict[Kind, Callable[..., RoutingTrace]] = {
         Kind.uniform: uniform,
@@ -136,10 +137,42 @@ def make(
         Kind.hot_set: hot_set,
         Kind.drifting: drifting,
     }
-    trace = makers[kind](shape, seed=seed, **law)
+    _check_size(shape, law.get("topics", 1))
+    with _progress(shape) as on_step:
+        trace = makers[kind](shape, seed=seed, on_step=on_step, **law)
     trace.save(out)
     size_kb = out.stat().st_size / 1000
-    typer.echo(f"{out}: {_describe(trace)}; {size_kb:,.0f} kB")
+    with printing():
+        typer.echo(f"{out}: {_describe(trace)}; {size_kb:,.0f} kB")
+
+
+def _check_size(shape: "TraceShape", topics: int) -> None:
+    """Refuse a trace that cannot fit: its ids while they are checked and written, and every topic's popularities."""
+    popularities = 8 * topics * shape.layers * shape.num_experts
+    check_memory(
+        _COPIES * shape.ids_bytes + popularities,
+        f"--steps {shape.steps} x --tokens {shape.tokens} x --layers {shape.layers} x --topk {shape.top_k} ids, "
+        f"{_COPIES} copies, and {topics} x --layers {shape.layers} x --experts {shape.num_experts} popularities",
+        "lower one of them",
+    )
+
+
+@contextmanager
+def _progress(shape: "TraceShape") -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, where that is a terminal; elsewhere a line, if it takes more than a moment."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal and shape.ids_bytes > _LONG_BYTES:
+        console.print(
+            f"bywash: making {shape.steps:,} steps of {shape.tokens:,} tokens, {shape.ids_bytes / 1e6:,.0f} MB of ids",
+            highlight=False,
+            soft_wrap=True,
+        )
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("making steps", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _law_options(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +188,10 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
         sizes = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise ConfigError(f"--ranks = {text!r}: give whole numbers of at least 1 with commas between, such as 4,8")
+    if not sizes or min(sizes) < 1 or max(sizes) > _MAX_RANKS:
+        raise ConfigError(
+            f"--ranks = {text!r}: give whole numbers from 1 to {_MAX_RANKS} with commas between, such as 4,8"
+        )
     return tuple(dict.fromkeys(sizes))
 
 
@@ -233,24 +268,13 @@ def _as_json(
     return result
 
 
-def _write_json(target: str, result: dict[str, Any]) -> None:
-    text = json.dumps(result, indent=1) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(target).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--json = {target}: cannot write it: {error.strerror or error}") from error
-
-
 def _print_tables(headline: str, summary: "SkewSummary", topics: Topics) -> None:
-    from rich.console import Console
-
-    console = Console()
+    console = stdout_console()
     if not console.is_terminal:  # a pipe or a file: never cut columns to fit a screen that is not there
-        console = Console(width=200)
+        console = stdout_console(width=200)
     console.print(headline, highlight=False, markup=False)
+    if not summary.total_L.any():
+        return
     _print_layers(console, summary)
     if topics:
         _print_topics(console, topics)
@@ -262,15 +286,15 @@ def _print_layers(console: Any, summary: "SkewSummary") -> None:
     names += [f"EP{r}" for r in summary.ranks] + (["drift", "by\nchance"] if drift_L is not None else [])
     table = _table(names)
     for i, layer in enumerate(summary.layers):
-        row = [str(layer), str(summary.hottest_L[i]), f"{summary.max_over_mean_L[i]:.2f}"]
+        row = [str(layer), str(summary.hottest_L[i]), _figure(summary.max_over_mean_L[i])]
         row += [
-            f"{summary.top1_share_L[i]:.1%}",
-            f"{summary.top10pct_share_L[i]:.1%}",
-            f"{summary.zipf_L[i]:.2f}",
+            _figure(summary.top1_share_L[i], ".1%"),
+            _figure(summary.top10pct_share_L[i], ".1%"),
+            _figure(summary.zipf_L[i]),
         ]
-        row += [str(summary.unused_L[i]), *(f"{x:.2f}" for x in summary.rank_max_over_mean_Ln[i])]
+        row += [str(summary.unused_L[i]), *(_figure(x) for x in summary.rank_max_over_mean_Ln[i])]
         if drift_L is not None and noise_L is not None:
-            row += [f"{drift_L[i]:.1%}", f"{noise_L[i]:.1%}"]
+            row += [_figure(drift_L[i], ".1%"), _figure(noise_L[i], ".1%")]
         table.add_row(*row)
     console.print(table)
     legend = "its load, EPn: hottest expert, busiest of n ranks, in multiples of the mean, experts in order"
@@ -297,6 +321,11 @@ def _print_topics(console: Any, topics: Topics) -> None:
     console.print(table)
     legend = "means over layers; moved: part of the topic's load that lies elsewhere than in the whole trace"
     console.print(legend, highlight=False, markup=False)
+
+
+def _figure(value: float, form: str = ".2f") -> str:
+    """A number of a table; a dash where there is none, such as a Zipf exponent of one expert."""
+    return format(value, form) if math.isfinite(value) else "-"
 
 
 def _table(names: list[str]) -> Any:

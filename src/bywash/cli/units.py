@@ -13,7 +13,7 @@ _TIMES = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def gigabits(text: str, flag: str) -> float:
-    """`200Gbps` to 200.0; raises `ConfigError` naming the flag."""
+    """`200Gbps` to 200.0; raises `ConfigError` naming the flag. Bytes (`25GB/s`) are refused, not taken for bits."""
     return _number(text, flag, _RATES, "a rate such as 200Gbps")
 
 
@@ -36,6 +36,8 @@ def parse_link(rate: str, latency: str) -> "Link | None":
 
 def _number(text: str, flag: str, units: dict[str, float], wanted: str) -> float:
     parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z/]+)\s*", text)
+    if parts is not None and units is _RATES and "B" in parts[2]:
+        raise ConfigError(f"{flag} {text!r}: B means bytes; give bits per second, {wanted} (1 GB/s is 8 Gbps)")
     if parts is None or parts[2].lower() not in units:
         raise ConfigError(f"{flag} {text!r}: must be {wanted}")
     return float(parts[1]) * units[parts[2].lower()]

@@ -22,6 +22,8 @@ from bywash.errors import BywashError, ConfigError, ExchangeError, RankLostError
 from bywash.exchange.names import DEADLINE_S
 
 _ROLL_CALL_S = 1.5
+PATIENCE_S = 3600.0
+"""How long ranks wait for each other where one may honestly take much longer than another: loading weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,16 +129,28 @@ class Group:
             with suppress(RuntimeError):
                 dist.destroy_process_group()
 
-    def _from_all(self, key: str, during: str) -> list[str]:
-        """Every rank's value of `key`, waiting for the late ones up to the deadline."""
+    def meet(self, during: str) -> None:
+        """Wait until every rank is here, for as long as it takes one that is alive to read a large checkpoint.
+
+        Raises:
+            RankLostError: a rank died or was stopped, or did not come within `PATIENCE_S`.
+        """
+        self._shares += 1
+        key = f"share/{self._shares}"
+        self._store.set(f"{key}/{self.rank}", "here")
+        self._from_all(key, during, max(PATIENCE_S, self.deadline_s))
+
+    def _from_all(self, key: str, during: str, limit_s: float | None = None) -> list[str]:
+        """Every rank's value of `key`, waiting for the late ones up to the deadline or `limit_s`."""
         keys = [f"{key}/{rank}" for rank in range(self.ranks)]
-        end = time.monotonic() + self.deadline_s
+        limit_s = self.deadline_s if limit_s is None else limit_s
+        end = time.monotonic() + limit_s
         while (missing := [r for r, k in enumerate(keys) if not self._store.check([k])]) and time.monotonic() < end:
             self.raise_if_gone(during)
             time.sleep(0.02)
         if missing:
             raise RankLostError(
-                f"rank {_listed(missing)} did not answer while {during}, for {self.deadline_s:g} s; is it running, "
+                f"rank {_listed(missing)} did not answer while {during}, for {limit_s:g} s; is it running, "
                 "and with the same number of ranks? (--deadline sets the wait)",
                 missing,
             )

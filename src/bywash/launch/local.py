@@ -4,12 +4,14 @@ The parent holds the rendezvous store and reports errors; it moves no data. Rank
 parent only sweeps up: it ends ranks that others have named, and no rank outlives it.
 """
 
-import ctypes
 import multiprocessing
+import os
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -29,7 +31,6 @@ _PRELOAD = [
     "transformers.modeling_utils",
     "transformers.generation",
 ]
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +57,44 @@ def run_local(main: RankMain, payload: Any, ranks: int, deadline_s: float) -> No
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(main, payload, rank, ranks, store.port, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
+    alive, ours_alone = context.Pipe(duplex=False)  # no rank holds the writing end, so it closes when this process dies
+    processes: list[BaseProcess] = []
+    pipes = []
+    with _ended_by_signals():
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                job = (main, payload, rank, ranks, store.port, deadline_s, theirs, alive)
+                process: BaseProcess = context.Process(target=_child, args=job, daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            _raise_worst(_await(processes, pipes, deadline_s))
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+            ours_alone.close()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as an exception would, so that the ranks are swept up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        _raise_worst(_await(processes, pipes, deadline_s))
+        yield
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _await(processes: Sequence[BaseProcess], pipes: list[Connection], deadline_s: float) -> list[_Report]:
@@ -122,15 +146,33 @@ def _raise_worst(reports: list[_Report]) -> None:
         raise RankLostError("; ".join(str(error) for error in ended + seen), (ended + seen)[0].ranks)
 
 
-def _child(main: RankMain, payload: Any, rank: int, ranks: int, port: int, pipe: Connection) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _child(
+    main: RankMain,
+    payload: Any,
+    rank: int,
+    ranks: int,
+    port: int,
+    deadline_s: float,
+    pipe: Connection,
+    parent_alive: Connection,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    threading.Thread(target=_end_with_parent, args=(parent_alive,), daemon=True).start()
+    from datetime import timedelta
+
     import torch.distributed as dist
 
     try:
-        main(payload, rank, ranks, dist.TCPStore("127.0.0.1", port, is_master=False))
+        main(payload, rank, ranks, dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=deadline_s)))
         pipe.send(_Report(rank, None))
     except BywashError as error:
         pipe.send(_Report(rank, error))
     except Exception:
         pipe.send(_Report(rank, None, traceback.format_exc()))
+
+
+def _end_with_parent(parent_alive: Connection) -> None:
+    """Leave at once when the parent is gone, however it went. (A death signal would watch the fork server instead.)"""
+    with suppress(EOFError, OSError):
+        parent_alive.recv()
+    os._exit(1)

@@ -17,12 +17,14 @@ def run_under_torchrun(main: RankMain, payload: Any, asked_ranks: int | None, de
     """Run `main` as the rank that the environment names.
 
     Raises:
-        ConfigError: --ranks contradicts WORLD_SIZE, or the launcher's variables are incomplete.
+        ConfigError: --ranks contradicts WORLD_SIZE, or the launcher's variables are incomplete or wrong.
         RankLostError: the launcher's store cannot be reached before the deadline.
     """
     import torch.distributed as dist
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = _number("RANK"), _number("WORLD_SIZE")
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"RANK={rank}: must be 0 to {ranks - 1}, below WORLD_SIZE={ranks}; check the launcher")
     if asked_ranks is not None and asked_ranks != ranks:
         raise ConfigError(
             f"--ranks {asked_ranks}: the launcher started {ranks} ranks; leave --ranks out under torchrun"
@@ -37,3 +39,12 @@ def run_under_torchrun(main: RankMain, payload: Any, asked_ranks: int | None, de
             f"within {deadline_s:g} s ({error})"
         ) from error
     main(payload, rank, ranks, store)
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(
+            f"{name}={os.environ[name]!r}: must be a whole number; without a launcher, unset RANK and WORLD_SIZE"
+        ) from None

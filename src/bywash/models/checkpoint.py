@@ -4,6 +4,7 @@ Tensors are opened lazily; experts of other ranks are left on disk, and a tensor
 this rank's slice before it is read. Knows the Hugging Face layout, nothing of models or ranks.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -43,13 +44,14 @@ class StackedExperts:
 
 
 @contextmanager
-def lazy_tensors(directory: Path, experts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Open every tensor of the checkpoint that a rank owning `experts` needs, without reading it.
+def lazy_tensors(directory: Path, experts: Sequence[int], num_experts: int) -> Iterator[dict[str, Any]]:
+    """Open every tensor of the checkpoint that a rank owning `experts` of `num_experts` needs, without reading it.
 
     Yields a dict of checkpoint names to lazy tensors, valid inside the block.
 
     Raises:
-        CheckpointError: a file is missing, truncated or no safetensors file; the message names it.
+        CheckpointError: a file is missing, truncated or no safetensors file, or holds another number of experts than
+            config.json says; the message names it.
     """
     mine = set(experts)
     with ExitStack() as stack:
@@ -62,11 +64,15 @@ def lazy_tensors(directory: Path, experts: Sequence[int]) -> Iterator[dict[str, 
                     f"{file}: cannot be read as safetensors ({error}); it may be truncated: copy or download it again"
                 ) from error
             for name in opened.keys():  # noqa: SIM118 - not a dict
-                one = _ONE_EXPERT.search(name)
-                if one and int(one[1]) not in mine:
-                    continue
-                tensor = opened.get_slice(name)
-                tensors[name] = StackedExperts(tensor, experts) if ALL_EXPERTS.search(name) else tensor
+                one, tensor = _ONE_EXPERT.search(name), opened.get_slice(name)
+                stacked = ALL_EXPERTS.search(name) is not None
+                held = int(one[1]) + 1 if one else tensor.get_shape()[0] if stacked else num_experts
+                if held > num_experts or (stacked and held < num_experts):
+                    raise CheckpointError(
+                        f"{file}: {name} is for {held} experts or more, config.json has {num_experts}"
+                    )
+                if one is None or int(one[1]) in mine:
+                    tensors[name] = StackedExperts(tensor, experts) if stacked else tensor
         yield tensors
 
 
@@ -75,7 +81,7 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: not a safetensors index ({error!r}); copy or download it again") from error
     else:
@@ -85,6 +91,20 @@ def weight_files(directory: Path) -> list[Path]:
         if not file.is_file():
             raise CheckpointError(f"{file}: missing; the checkpoint in {directory} is not complete")
     return files
+
+
+def fingerprint(file: Path) -> str:
+    """A short hash of a weight file: its size, its header, and 64 blocks spread over it. Cheap at any size.
+
+    For finding ranks that were given different weights, not for finding a flipped bit.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with open(file, "rb") as stream:
+        for block in range(64):
+            stream.seek(size * block // 64)
+            digest.update(stream.read(4096))
+    return digest.hexdigest()[:16]
 
 
 def bytes_to_read(tensors: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bywash.errors import BywashError
 from bywash.models.stages import DecoderLayer, LanguageModel, MicroBatch
 from bywash.moe import ExpertParallel
 from bywash.routing import Routing
@@ -98,7 +99,8 @@ def generate(
             observer.on_step(step, batches)
         _forward(model, experts, batches, step, check_router, observer)
         for batch in batches:
-            logits_BSV = model.head(batch)
+            logits_BSV = model.head(batch, last_only=step > 0 or not keep_logits)
+            _check_finite(logits_BSV[:, -1], batch, step)
             if step == 0 and keep_logits:
                 for row, prompt in enumerate(batch.prompts):
                     if prompt != FILLER:
@@ -145,6 +147,16 @@ def _joined(model: LanguageModel, layer: DecoderLayer, routed: list[tuple[Tensor
     ids = torch.cat([r.ids_TK for _, r in routed])
     weights = torch.cat([r.weights_TK for _, r in routed])
     return torch.cat([x for x, _ in routed]), Routing(ids_TK=ids, weights_TK=weights, num_experts=model.num_experts)
+
+
+def _check_finite(logits_BV: Tensor, batch: MicroBatch, step: int) -> None:
+    """A NaN behind the last router would otherwise come out as text."""
+    bad_B = ~logits_BV.isfinite().all(dim=1)
+    for row, prompt in enumerate(batch.prompts):
+        if prompt != FILLER and bad_B[row] and batch.real_BS[row, -1]:
+            raise BywashError(
+                f"prompt {prompt}, step {step}: the logits are not finite; look at the weights or the dtype"
+            )
 
 
 def _advance(batch: MicroBatch, next_B: Tensor, result: Generation, stop_ids: frozenset[int]) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 import bywash
 from bywash.balance import Placement
-from bywash.errors import ConfigError
+from bywash.errors import CheckpointError, ConfigError
 from bywash.exchange import Combine, Exchange, Group, Link, Traffic, open_exchange
-from bywash.models.checkpoint import weight_files
+from bywash.models.checkpoint import fingerprint, weight_files
 from bywash.models.families import family_of
 from bywash.models.generate import Generation, Observer, generate, make_micro_batches
 from bywash.models.loader import DTYPES, gated_experts, load_model, read_config
@@ -95,6 +96,10 @@ def run_job(options: JobOptions, group: Group | None, watch: "Watch | None" = No
     mine = placement.experts_of(rank)
     model, bytes_read = load_model(directory, mine, DTYPES[options.dtype])
     stages = LanguageModel(model, options.directory)
+    if not stages.moe_layers:
+        raise CheckpointError(f"{directory}: the model has no MoE layer; there is nothing to spread over ranks")
+    if group:
+        group.meet("loading weights")
     load_s = time.monotonic() - start
     name = options.exchange if ranks > 1 else "auto"
     exchange = open_exchange(name, group, combine_mode=options.combine, link=options.link)
@@ -204,14 +209,16 @@ def _placement(options: JobOptions, num_experts: int, ranks: int) -> Placement:
 
 def _facts(options: JobOptions, directory: Path) -> dict[str, Any]:
     """What must be equal on all ranks, under names an operator knows."""
-    facts = {f"--{name.replace('_', '-')}": value for name, value in asdict(options).items()}
-    facts["--model"] = facts.pop("--directory")
-    # Every rank may keep its own copy of the checkpoint: compare contents and sizes, not paths.
-    facts["--model"] = directory.name
+    flags = {"new_tokens": "--tokens", "deadline_s": "--deadline", "topics": "--topic", "stop_ids": "stop ids"}
+    values = asdict(options)
+    # Every rank may keep its own copy of the checkpoint: what is in it is compared, not its path.
+    del values["directory"]
+    facts = {flags.get(name, f"--{name.replace('_', '-')}"): value for name, value in values.items()}
     facts["config.json sha256"] = hashlib.sha256((directory / "config.json").read_bytes()).hexdigest()[:16]
-    facts["weight files"] = [[file.name, file.stat().st_size] for file in weight_files(directory)]
+    facts["weight files"] = {file.name: fingerprint(file) for file in weight_files(directory)}
     facts["bywash version"] = bywash.__version__
     facts["torch version"] = torch.__version__
+    facts["transformers version"] = transformers.__version__
     return facts
 
 

@@ -32,7 +32,7 @@ def read_config(directory: Path) -> Any:
     if not directory.is_dir():
         raise CheckpointError(f"--model {directory}: no such directory, and no preset of that name")
     try:
-        model_type = json.loads(file.read_text())["model_type"]
+        model_type = str(json.loads(file.read_text())["model_type"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: cannot be read as a model configuration ({error!r})") from error
     if model_type not in transformers.CONFIG_MAPPING:
@@ -44,13 +44,36 @@ def read_config(directory: Path) -> Any:
     except Exception as error:  # transformers raises many types here, all about this one file
         raise CheckpointError(f"{file}: transformers cannot use it ({error})") from error
     family_of(config, str(directory))
+    _check_supported(config, file)
+    return config
+
+
+def stop_ids(directory: Path, config: Any) -> tuple[int, ...]:
+    """The ids that end a text, from config.json and generation_config.json (chat models list more there)."""
+    found = [config.eos_token_id]
+    if (directory / "generation_config.json").exists():
+        try:
+            found.append(json.loads((directory / "generation_config.json").read_text()).get("eos_token_id"))
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{directory}/generation_config.json: cannot be read ({error!r})") from error
+    ids = [i for one in found for i in (one if isinstance(one, list) else [one]) if i is not None]
+    return tuple(dict.fromkeys(ids))
+
+
+def _check_supported(config: Any, file: Path) -> None:
+    """Refuse what would load and then compute something else."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
+        raise CheckpointError(
+            f"{file}: rope_type {rope['rope_type']!r} depends on the length of each prompt; bywash computes prompts of "
+            "different lengths together and does not run it"
+        )
     if getattr(config, "quantization_config", None):
         method = config.quantization_config.get("quant_method", "unknown")
         raise CheckpointError(
             f"{file}: the weights are quantised ({method}); bywash reads float32, bfloat16 and float16 weights: "
             "dequantise the checkpoint first"
         )
-    return config
 
 
 def load_model(directory: Path, experts: Sequence[int], dtype: torch.dtype) -> tuple[Any, int]:
@@ -69,7 +92,8 @@ def load_model(directory: Path, experts: Sequence[int], dtype: torch.dtype) -> t
     """
     config = read_config(directory)
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with lazy_tensors(directory, experts) as tensors:
+    total = family_of(config, str(directory)).num_experts(config)
+    with lazy_tensors(directory, experts, total) as tensors:
         try:
             model, report = _with_experts(cls, len(experts)).from_pretrained(
                 None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
@@ -84,6 +108,13 @@ def load_model(directory: Path, experts: Sequence[int], dtype: torch.dtype) -> t
     if missing:
         raise CheckpointError(
             f"{directory}: {len(missing)} tensors are missing from the checkpoint, the first is {missing[0]}"
+        )
+    # transformers drops what its class knows to ignore; old checkpoints also carry rotary tables.
+    unused = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
+    if unused:
+        raise CheckpointError(
+            f"{directory}: {len(unused)} tensors have no place in the model that config.json describes, the first is "
+            f"{unused[0]}"
         )
     return model.eval().requires_grad_(False), read
 

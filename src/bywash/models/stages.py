@@ -59,7 +59,8 @@ class DecoderLayer:
         self._layer, self._family, self.index = layer, family, index
         self.is_moe = hasattr(layer.mlp, "experts")
         self._gate = family.gate(config) if self.is_moe else None
-        self._window = getattr(layer.self_attn, "sliding_window", None)
+        # A layer's own window where the family sets one per layer; Mixtral leaves it in the config.
+        self._window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
         accepted = inspect.signature(layer.self_attn.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         self.router_mismatches: int | None = None
@@ -165,9 +166,10 @@ class LanguageModel:
         batch.rope = model.rotary_emb(batch.hidden_BSD, position_ids=batch.position_BS)
         batch.masks.clear()
 
-    def head(self, batch: MicroBatch) -> Tensor:
-        """Logits [B, S, V]."""
-        logits: Tensor = self._model.lm_head(self._model.model.norm(batch.hidden_BSD))
+    def head(self, batch: MicroBatch, *, last_only: bool) -> Tensor:
+        """Logits [B, S, V], or [B, 1, V] of the last position: a long prefill's logits may not fit into memory."""
+        hidden = batch.hidden_BSD[:, -1:] if last_only else batch.hidden_BSD
+        logits: Tensor = self._model.lm_head(self._model.model.norm(hidden))
         return logits
 
 

@@ -63,8 +63,18 @@ class GatedExperts:
         gate_up = _product(rows_ND, self._gate_up[slot])[:, : self._gate_up_width]
         if self._gate_up_bias is not None:
             gate_up = gate_up + self._gate_up_bias[slot]
-        out = _product(self._apply_gate(gate_up), self._down[slot])[:, : self.hidden]
+        out = _product(self._gated(gate_up), self._down[slot])[:, : self.hidden]
         return out if self._down_bias is None else out + self._down_bias[slot]
+
+    def _gated(self, gate_up_nG: Tensor) -> Tensor:
+        """The activation, with extra rows where the intermediate size is odd.
+
+        torch computes the last few elements of a whole tensor with scalar code, whose sigmoid differs in the last
+        bit; a number of elements that is a multiple of 64 leaves no such tail for any dtype.
+        """
+        n = gate_up_nG.shape[0]
+        extra = -n % 64 if n * gate_up_nG.shape[1] // 2 % 64 else 0
+        return self._apply_gate(F.pad(gate_up_nG, (0, 0, 0, extra)))[:n] if extra else self._apply_gate(gate_up_nG)
 
 
 def _padded(weights: Tensor) -> Tensor:

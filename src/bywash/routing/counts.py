@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from bywash.errors import TraceError
 
+_MOST = 1 << 53  # beyond it float64 skips whole numbers
+
 
 def load_counts(path: Path) -> tuple[tuple[int, ...], NDArray[np.float64]]:
     """Read a counts file.
@@ -29,6 +31,8 @@ def load_counts(path: Path) -> tuple[tuple[int, ...], NDArray[np.float64]]:
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise TraceError(f"{path}: cannot read the counts: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise TraceError(f"{path}: is nested too deeply; give a trace file or a JSON list of counts") from error
     except ValueError as error:
         raise TraceError(f"{path}: is not JSON ({error}); give a trace file or a JSON list of counts") from error
     field, rows = "counts", data
@@ -39,7 +43,9 @@ def load_counts(path: Path) -> tuple[tuple[int, ...], NDArray[np.float64]]:
     experts = len(rows[0]) if isinstance(rows[0], list) else 0
     for layer, row in enumerate(rows):
         if not isinstance(row, list) or not row or not all(_is_count(c) for c in row):
-            raise TraceError(f"{path}: {field}[{layer}]: must be a list of numbers, finite and not negative")
+            raise TraceError(
+                f"{path}: {field}[{layer}]: must be a list of numbers, finite and not negative (2**53 at most)"
+            )
         if len(row) != experts:
             raise TraceError(f"{path}: {field}[{layer}]: has {len(row)} experts, layer 0 has {experts}")
     counts_LE = np.array(rows, np.float64)
@@ -50,4 +56,5 @@ def load_counts(path: Path) -> tuple[tuple[int, ...], NDArray[np.float64]]:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < float("inf")
+    """Zero, or a number whose sums and ratios stay finite."""
+    return type(value) in (int, float) and (value == 0 or 1e-9 <= value <= _MOST)

@@ -28,9 +28,12 @@ from bywash.errors import ConfigError
 from bywash.routing.trace import DECODE, Array, RoutingTrace, ids_dtype
 
 Floats = NDArray[np.float64]
+OnStep = Callable[[int, int], None]
+"""(steps made, steps in all), called after each step."""
 
 # Draws (tokens x experts) made at once: bounds the memory of a long trace to some 100 MB.
 _DRAWS_AT_ONCE = 1 << 23
+_MAX_TOKENS = 2**31 - 1  # tokens and prompts are numbered in int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +62,31 @@ class TraceShape:
             raise ConfigError(f"num_experts = {self.num_experts}: a trace holds at most 65536")
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k = {self.top_k}: there are only {self.num_experts} experts to choose from")
+        if self.tokens * self.steps > _MAX_TOKENS:
+            raise ConfigError(
+                f"tokens = {self.tokens} x steps = {self.steps}: a trace holds at most {_MAX_TOKENS} tokens in all"
+            )
+
+    @property
+    def ids_bytes(self) -> int:
+        """Bytes of the expert ids of the whole trace."""
+        return self.steps * self.tokens * self.layers * self.top_k * ids_dtype(self.num_experts).itemsize
 
 
-def uniform(shape: TraceShape, *, seed: int) -> RoutingTrace:
+def uniform(shape: TraceShape, *, seed: int, on_step: OnStep | None = None) -> RoutingTrace:
     """Every expert equally popular: the load of an ideal router, with the noise of sampling."""
-    return _one_topic(shape, np.full(shape.num_experts, 1.0 / shape.num_experts), seed, "uniform")
+    return _one_topic(shape, np.full(shape.num_experts, 1.0 / shape.num_experts), seed, "uniform", on_step)
 
 
-def zipf(shape: TraceShape, *, exponent: float, seed: int) -> RoutingTrace:
+def zipf(shape: TraceShape, *, exponent: float, seed: int, on_step: OnStep | None = None) -> RoutingTrace:
     """The r-th most popular expert of each layer has popularity proportional to r ** -exponent.
 
     Real layers fit 0.25 to 0.65 with K = 8 and about 0.9 with K = 1.
     """
-    return _one_topic(shape, zipf_popularity(shape.num_experts, exponent), seed, f"zipf exponent={exponent:g}")
+    return _one_topic(shape, zipf_popularity(shape.num_experts, exponent), seed, f"zipf exponent={exponent:g}", on_step)
 
 
-def hot_set(shape: TraceShape, *, hot: int, share: float, seed: int) -> RoutingTrace:
+def hot_set(shape: TraceShape, *, hot: int, share: float, seed: int, on_step: OnStep | None = None) -> RoutingTrace:
     """`hot` experts of each layer together take `share` (0..1) of the first choices, the rest is even.
 
     Their share of all assignments is `share` for K = 1 and at most min(share, hot / K) if `share` is above
@@ -88,10 +100,12 @@ def hot_set(shape: TraceShape, *, hot: int, share: float, seed: int) -> RoutingT
     popularity[:hot] = share / hot
     if (popularity > 0).sum() < shape.top_k:
         raise ConfigError(f"share = {share:g}: leaves fewer than top_k = {shape.top_k} experts with any popularity")
-    return _one_topic(shape, popularity, seed, f"hot_set hot={hot} share={share:g}")
+    return _one_topic(shape, popularity, seed, f"hot_set hot={hot} share={share:g}", on_step)
 
 
-def drifting(shape: TraceShape, *, topics: int, period: int, seed: int, exponent: float = 0.9) -> RoutingTrace:
+def drifting(
+    shape: TraceShape, *, topics: int, period: int, seed: int, exponent: float = 0.9, on_step: OnStep | None = None
+) -> RoutingTrace:
     """Zipf popularity whose hot experts change with the topic, and the topic changes every `period` steps.
 
     Step s has topic (s // period) mod `topics`; each change brings T new prompts, labelled `topic-0`,
@@ -106,7 +120,7 @@ def drifting(shape: TraceShape, *, topics: int, period: int, seed: int, exponent
     turns = -(-shape.steps // period)
     labels = tuple(f"topic-{turn % topics}" for turn in range(turns) for _ in range(shape.tokens))
     note = f"drifting topics={topics} period={period} exponent={exponent:g}"
-    return _generate(shape, lambda step: placed_KLE[step // period % topics], rng, seed, note, period, labels)
+    return _generate(shape, lambda step: placed_KLE[step // period % topics], rng, seed, note, period, labels, on_step)
 
 
 def zipf_popularity(num_experts: int, exponent: float) -> Floats:
@@ -149,10 +163,10 @@ def _place(popularity_E: Floats, layers: int, rng: np.random.Generator) -> Float
     return np.stack([rng.permutation(popularity_E) for _ in range(layers)])
 
 
-def _one_topic(shape: TraceShape, popularity_E: Floats, seed: int, note: str) -> RoutingTrace:
+def _one_topic(shape: TraceShape, popularity_E: Floats, seed: int, note: str, on_step: OnStep | None) -> RoutingTrace:
     rng = _rng(seed)
     placed_LE = _place(popularity_E, shape.layers, rng)
-    return _generate(shape, lambda step: placed_LE, rng, seed, note, shape.steps, ())
+    return _generate(shape, lambda step: placed_LE, rng, seed, note, shape.steps, (), on_step)
 
 
 def _generate(
@@ -163,6 +177,7 @@ def _generate(
     note: str,
     period: int,
     topics: tuple[str, ...],
+    on_step: OnStep | None,
 ) -> RoutingTrace:
     """Draw all steps; every `period` steps T new prompts take the place of the old ones."""
     tokens = shape.tokens
@@ -175,6 +190,8 @@ def _generate(
                 count = min(chunk, tokens - start)
                 ids_TK = draw_distinct(popularity_LE[layer], count, shape.top_k, rng)
                 ids_NLK[step * tokens + start : step * tokens + start + count, layer] = ids_TK
+        if on_step is not None:
+            on_step(step + 1, shape.steps)
     step_S = np.arange(shape.steps, dtype=np.int32)
     prompt_ST = (step_S // period * tokens)[:, None] + np.arange(tokens, dtype=np.int32)
     return RoutingTrace(

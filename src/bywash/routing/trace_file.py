@@ -14,6 +14,7 @@ import os
 import struct
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,12 @@ _DAMAGE = (
 
 def save(trace: RoutingTrace, path: Path) -> None:
     """Write the trace to `path` through a temporary file beside it. Raises `TraceError` when that fails."""
+    if not path.name:
+        raise TraceError(f"{str(path)!r}: cannot write the trace: give the name of a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():
+            raise TraceError(f"{path}: cannot write the trace: there is a directory or device of this name")
         with open(temporary, "wb") as file:
             _write(trace, file)
             file.flush()
@@ -56,7 +61,8 @@ def save(trace: RoutingTrace, path: Path) -> None:
     except OSError as error:
         raise TraceError(f"{path}: cannot write the trace: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def load(path: Path) -> RoutingTrace:
