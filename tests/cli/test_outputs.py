@@ -130,10 +130,10 @@ def test_closed_stdout():
 
 
 def test_interrupted(tmp_path):
-    args = ["trace", "make", "--steps", "60000", "--out", str(tmp_path / "t")]
+    args = ["trace", "make", "--steps", "20000", "--out", str(tmp_path / "t")]
     with subprocess.Popen([sys.executable, "-m", "bywash", *args], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert "bywash: making 60,000 steps" in process.stderr.readline()
+        assert "bywash: making 20,000 steps" in process.stderr.readline()
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
