@@ -6,7 +6,7 @@ import socket
 import threading
 
 from bywash.memory import Heap, open_heaps
-from bywash.memory.rendezvous import read_hello
+from bywash.memory.rendezvous import _read_hello
 
 
 def stamped(group):
@@ -38,7 +38,7 @@ def answers_to(packet, descriptors=()):
         accepted = listener.accept()[0]
         thread.join()
         with accepted:
-            return read_hello(accepted, "secret")
+            return _read_hello(accepted, "secret")
 
 
 def test_only_a_packet_with_the_secret_is_taken():

@@ -89,16 +89,16 @@ class Group:
                     "start every rank with the same options and files"
                 )
 
-    def share(self, value: str, during: str) -> list[str]:
+    def share(self, value: str, during: str, limit_s: float | None = None) -> list[str]:
         """Every rank's `value`, by rank. Every rank makes the same calls in the same order.
 
         Raises:
-            RankLostError: a rank died or did not share before the deadline.
+            RankLostError: a rank died or did not share before the deadline, or before `limit_s`.
         """
         self._shares += 1
         key = f"share/{self._shares}"
         self._store.set(f"{key}/{self.rank}", value)
-        return self._from_all(key, during)
+        return self._from_all(key, during, limit_s)
 
     def raise_if_gone(self, during: str) -> None:
         """Raise an error that names the ranks of this host whose process is gone or stopped, if there are any."""
@@ -135,10 +135,7 @@ class Group:
         Raises:
             RankLostError: a rank died or was stopped, or did not come within `PATIENCE_S`.
         """
-        self._shares += 1
-        key = f"share/{self._shares}"
-        self._store.set(f"{key}/{self.rank}", "here")
-        self._from_all(key, during, max(PATIENCE_S, self.deadline_s))
+        self.share("here", during, max(PATIENCE_S, self.deadline_s))
 
     def _from_all(self, key: str, during: str, limit_s: float | None = None) -> list[str]:
         """Every rank's value of `key`, waiting for the late ones up to the deadline or `limit_s`."""

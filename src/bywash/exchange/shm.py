@@ -170,7 +170,6 @@ class ShmExchange(Exchange):
         lists = send_lists(routing, plan)
         exact = self.combine_mode == "exact"
         sizes = pairs_per_rank(lists) if exact else [sent.tokens_N.numel() for sent in lists]
-        counts_E = np.bincount(routing.ids_TK.numpy().ravel() + 1, minlength=routing.num_experts + 1)[1:]
         step = _Step(
             number=self._steps_begun,
             generation=self._steps_begun % GENERATIONS,
@@ -178,7 +177,7 @@ class ShmExchange(Exchange):
             x_TD=x_TD.detach(),
             weights_TK=routing.weights_TK.detach(),
             lists=lists,
-            counts_E=counts_E.astype(np.uint64),
+            counts_E=routing.counts_E().numpy().astype(np.uint64),
             output_slot_R=[sum(sizes[:rank]) for rank in range(self.ranks)],
             heap=self._rows,
         )

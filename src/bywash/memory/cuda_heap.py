@@ -12,9 +12,7 @@ import json
 import os
 import secrets
 import socket
-import time
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,10 +21,9 @@ from torch import Tensor
 
 from bywash.errors import ConfigError
 from bywash.kernels.driver import check, driver
-from bywash.memory.rendezvous import Members, check_facts, read_hello, send_to_all
+from bywash.memory.rendezvous import Members, check_facts, receive_from_all, send_to_all
 
 _DURING = "opening the GPU heaps"
-_POLL_S = 0.05
 
 
 class CudaHeap:
@@ -117,39 +114,16 @@ def open_cuda_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts
         if own is None:
             raise ConfigError(f"rank {members.rank}: {refusal}")
         heaps = {members.rank: own}
-        _receive_from_all(members, listener, token, lambda fd: CudaHeap(_import(fd), heap_bytes, device), heaps)
+        receive_from_all(
+            members,
+            listener,
+            token,
+            _DURING,
+            lambda descriptor: CudaHeap(_import(descriptor), heap_bytes, device),
+            lambda rank, reason: ConfigError(f"rank {rank}: {reason}"),
+            heaps,
+        )
     return [heaps[rank] for rank in range(members.ranks)]
-
-
-def _receive_from_all(
-    members: Members,
-    listener: socket.socket,
-    token: str,
-    mapped: Callable[[int], CudaHeap],
-    heaps: dict[int, CudaHeap],
-) -> None:
-    """Accept one packet from each peer and map what it brings, up to the deadline."""
-    end = time.monotonic() + members.deadline_s
-    listener.settimeout(_POLL_S)
-    while missing := [rank for rank in range(members.ranks) if rank not in heaps]:
-        if time.monotonic() > end:
-            raise members.late(missing, _DURING)
-        try:
-            peer = listener.accept()[0]
-        except TimeoutError:
-            members.raise_if_gone(_DURING)
-            continue
-        with peer:
-            hello, descriptors = read_hello(peer, token)
-            try:
-                if hello is None or hello["rank"] not in missing:
-                    continue
-                if not descriptors:
-                    raise ConfigError(f"rank {hello['rank']}: {hello['error']}")
-                heaps[hello["rank"]] = mapped(descriptors[0])
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
 
 
 def _allocate(device: int, heap_bytes: int, arithmetic: str) -> tuple[int, Any, int]:

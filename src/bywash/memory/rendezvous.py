@@ -11,8 +11,9 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from bywash.errors import ConfigError
 from bywash.memory.heap import Heap, available_bytes
@@ -21,6 +22,8 @@ _HELLO_BYTES = 2048
 _POLL_S = 0.05
 _LEFT_ALONE = 10
 """One part in so many of the available memory is not taken: without any, the kernel starts killing."""
+
+AnyHeap = TypeVar("AnyHeap")
 
 
 class Members(Protocol):
@@ -76,7 +79,15 @@ def open_heaps(members: Members, heap_bytes: int, *, arithmetic: str, facts: dic
             raise _refused(members.rank, heap_bytes, error, arithmetic)
         try:
             heaps = {members.rank: Heap(descriptor, heap_bytes)}
-            _receive_from_all(members, listener, token, heaps, heap_bytes, arithmetic)
+            receive_from_all(
+                members,
+                listener,
+                token,
+                "opening the shared-memory heaps",
+                lambda descriptor: Heap(descriptor, heap_bytes),
+                lambda rank, reason: _refused(rank, heap_bytes, reason, arithmetic),
+                heaps,
+            )
         except OSError as reason:
             text = f"--exchange shm: rank {members.rank} could not map the heaps: {reason.strerror or reason}"
             raise ConfigError(f"{text}. One heap is {arithmetic}") from reason
@@ -129,11 +140,25 @@ def send_to_all(members: Members, cards: list[dict[str, Any]], descriptor: int, 
             socket.send_fds(peer, [hello], [descriptor] if descriptor >= 0 else [])
 
 
-def _receive_from_all(
-    members: Members, listener: socket.socket, token: str, heaps: dict[int, Heap], heap_bytes: int, arithmetic: str
+def receive_from_all(
+    members: Members,
+    listener: socket.socket,
+    token: str,
+    during: str,
+    mapped: Callable[[int], AnyHeap],
+    refused: Callable[[int, str], ConfigError],
+    heaps: dict[int, AnyHeap],
 ) -> None:
-    """Accept one packet from each peer and map what it brings, up to the deadline."""
-    during = "opening the shared-memory heaps"
+    """Accept one packet from each peer and map what it brings into `heaps`, up to the deadline.
+
+    Args:
+        members: the ranks.
+        listener, token: where peers knock, and the secret they must bring.
+        during: what is going on, for errors.
+        mapped: makes a heap of a descriptor, which is closed afterwards.
+        refused: makes the error for a rank that sends its reason instead of a descriptor.
+        heaps: by rank; holds this rank's own at first, everybody's in the end.
+    """
     end = time.monotonic() + members.deadline_s
     listener.settimeout(_POLL_S)
     while missing := [rank for rank in range(members.ranks) if rank not in heaps]:
@@ -145,19 +170,19 @@ def _receive_from_all(
             members.raise_if_gone(during)
             continue
         with peer:
-            hello, descriptors = read_hello(peer, token)
+            hello, descriptors = _read_hello(peer, token)
             try:
                 if hello is None or hello["rank"] not in missing:
                     continue
                 if not descriptors:
-                    raise _refused(hello["rank"], heap_bytes, hello["error"], arithmetic)
-                heaps[hello["rank"]] = Heap(descriptors[0], heap_bytes)
+                    raise refused(hello["rank"], hello["error"])
+                heaps[hello["rank"]] = mapped(descriptors[0])
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
 
-def read_hello(peer: socket.socket, token: str) -> tuple[dict[str, Any] | None, list[int]]:
+def _read_hello(peer: socket.socket, token: str) -> tuple[dict[str, Any] | None, list[int]]:
     """One packet, or None if it is not from a rank of this job: anybody may knock at an abstract socket."""
     peer.settimeout(_POLL_S)
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -48,29 +48,23 @@ class Family:
         return ids_TK, weights_TK
 
 
+def _softmax_gate(config: Any) -> Gate:
+    """Qwen3-MoE and OLMoE: normalised or not as the config says, in the logits' dtype."""
+    return Gate(
+        kind="softmax",
+        top_k=config.num_experts_per_tok,
+        renormalise=config.norm_topk_prob,
+        round_to_logits=True,
+    )
+
+
 FAMILIES: dict[str, Family] = {
-    "qwen3_moe": Family(
-        experts="num_experts",
-        gate=lambda config: Gate(
-            kind="softmax",
-            top_k=config.num_experts_per_tok,
-            renormalise=config.norm_topk_prob,
-            round_to_logits=True,
-        ),
-    ),
+    "qwen3_moe": Family(experts="num_experts", gate=_softmax_gate),
     "mixtral": Family(
         experts="num_local_experts",
         gate=lambda config: Gate(kind="softmax", top_k=config.num_experts_per_tok),
     ),
-    "olmoe": Family(
-        experts="num_experts",
-        gate=lambda config: Gate(
-            kind="softmax",
-            top_k=config.num_experts_per_tok,
-            renormalise=config.norm_topk_prob,
-            round_to_logits=True,
-        ),
-    ),
+    "olmoe": Family(experts="num_experts", gate=_softmax_gate),
     "deepseek_v3": Family(
         experts="n_routed_experts",
         gate=lambda config: Gate(
