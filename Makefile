@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow lint clean
+.PHONY: help setup yang demo test test-slow lint clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -18,6 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { echo "setup: 'apt-get install python3-venv' may be missing"; exit 1; }
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+yang: setup      ## install libyang, for validation with SONiC's YANG models (Debian, root)
+	@$(BIN)/python -c 'import libyang' 2>/dev/null || { \
+	  { [ -f /usr/include/libyang/libyang.h ] || { apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libyang2-dev gcc python3-dev; }; } >/dev/null 2>&1; \
+	  $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[yang]' 2>/dev/null; } \
+	  || echo "yang: libyang could not be installed (libyang2-dev, a C compiler and root are needed); YANG tests will skip"
 
 demo: setup      ## run a MoE model over 4 local processes and check it against one process
 	@echo "demo: a MoE model with its experts spread over 4 local processes"
