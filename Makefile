@@ -30,8 +30,12 @@ demo: setup      ## run a MoE model over 4 local processes and check it against 
 	@echo "demo: a MoE model with its experts spread over 4 local processes"
 	@$(BIN)/bywash run --ranks 4 --check --json out.json
 
+# Tests of one process run two at a time; the others start ranks, which need the cores to themselves.
+ALONE := $(addprefix tests/,balance doctor fabric fabric_config fabric_tune kernels planner routing)
+
 test: setup      ## all tests that CI runs
-	@$(BIN)/python -m pytest -q -m 'not slow'
+	@$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile $(ALONE)
+	@$(BIN)/python -m pytest -q -m 'not slow' $(addprefix --ignore=,$(ALONE)) tests
 
 test-slow: setup ## the long sweeps
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600

@@ -51,7 +51,11 @@ class RankPool:
 
     def run_each(self, fn: Callable[..., Any], args_R: Sequence[tuple[Any, ...]]) -> list[Any]:
         self.send(fn, args_R)
-        results = [self.receive(rank) for rank in range(self.ranks)]
+        try:
+            results = [self.receive(rank) for rank in range(self.ranks)]
+        except BaseException:  # also a test's own timeout: answers that come now belong to nobody
+            self.close()
+            raise
         errors = [result for result in results if isinstance(result, Exception)]
         if errors:
             self.close()  # ranks may be out of step: the next test gets a new pool

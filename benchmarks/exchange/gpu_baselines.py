@@ -28,10 +28,11 @@ class ByHand:
         local = torch.arange(received.shape[1], device=x_TD.device).repeat(self.ranks)
         expert_M = torch.repeat_interleave(local, received.reshape(-1), output_size=sum(take))
         by_expert = expert_M.argsort(stable=True)
-        return got[by_expert], (order, send, take, by_expert)
+        ends_L = received.sum(0).cumsum(0).int()
+        return got[by_expert], (order, send, take, by_expert, ends_L)
 
     def combine(self, y_MD, state, weights_TK):
-        order, send, take, by_expert = state
+        order, send, take, by_expert, _ = state
         back = torch.empty_like(y_MD)
         back[by_expert] = y_MD
         got = torch.empty(sum(send), y_MD.shape[1], dtype=y_MD.dtype, device=y_MD.device)
@@ -74,11 +75,17 @@ class AllGather:
 
 
 class PeerCopy:
-    """The copy engine writing the same bytes to the other GPU: the wire's ceiling, both directions at once."""
+    """The copy engine writing the same bytes to the other GPUs: the wire's ceiling, both directions at once.
 
-    def __init__(self, rank, size_bytes):
-        self.source = torch.randint(0, 255, (size_bytes,), dtype=torch.uint8, device="cuda")
-        self.target = torch.empty(size_bytes, dtype=torch.uint8, device=f"cuda:{1 - rank}")
+    With more than two ranks an equal part for each, the neighbour's first, one after the other: each takes all links.
+    """
+
+    def __init__(self, rank, ranks, size_bytes):
+        part = size_bytes // (ranks - 1)
+        self.source = torch.randint(0, 255, (part,), dtype=torch.uint8, device="cuda")
+        others = [(rank + 1 + i) % ranks for i in range(ranks - 1)]
+        self.targets = [torch.empty(part, dtype=torch.uint8, device=f"cuda:{other}") for other in others]
 
     def __call__(self):
-        self.target.copy_(self.source, non_blocking=True)
+        for target in self.targets:
+            target.copy_(self.source, non_blocking=True)

@@ -54,3 +54,7 @@ class RankLostError(ExchangeError):
 
 class PlanMismatchError(ExchangeError):
     """Ranks disagree on the plan of a step; found before any of its rows were read."""
+
+
+class PipelineError(BywashError):
+    """The streams of a schedule do not fit together: a stage ran before its input, or waits for what never comes."""

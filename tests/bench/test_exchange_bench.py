@@ -109,3 +109,32 @@ def test_bench_prints_its_json_and_keeps_the_table_apart():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert len(json.loads(done.stdout)["rows"]) == 3
     assert "algorithm" in done.stderr
+
+
+def explained(capfd, *args):
+    app(["bench", "exchange", "--explain", *args], standalone_mode=False)
+    return capfd.readouterr().out
+
+
+def test_explain_shows_what_gpus_would_take_and_why_without_any(capfd, tmp_path):
+    file = tmp_path / "e.json"
+    shape = ["--hidden", "7168", "--experts", "256", "--dtype", "bfloat16", "--combine", "fast"]
+    sizes = ["-b", "128", "-e", "4096", "-f", "32"]
+    text = explained(capfd, *shape, *sizes, "--ranks", "4", "--json", str(file))
+    assert "calculated, not measured" in text
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2 * 2 * 2
+    assert sum(row["taken"] for row in rows) == 4
+    assert all(row["arithmetic"] in text for row in rows)
+    assert all((row["why"] is not None) == row["taken"] for row in rows)
+    assert text.count("taken: ") == 2  # one algorithm for both halves of each size
+
+
+def test_explain_knows_exact_skew_and_slow_links(capfd):
+    shape = ["--hidden", "64", "--experts", "16", "--topk", "4", "-b", "64", "-e", "64", "--ranks", "4"]
+    assert "the only way: `exact`" in explained(capfd, *shape)
+    uniform, skewed = (explained(capfd, *shape, "--zipf", zipf).splitlines()[4] for zipf in ("0", "5"))
+    assert int(skewed.split()[3]) < int(uniform.split()[3])  # hot experts share ranks, so a token reaches fewer
+    slow = explained(capfd, *shape, "--link", "25Gbps", "--latency", "5us")
+    assert "a link of 25 Gb/s, 5 us" in slow
+    assert "/ 3.125 GB/s" in slow

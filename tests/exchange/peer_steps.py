@@ -14,14 +14,16 @@ import torch
 from bywash.balance import Placement, plan_step
 from bywash.balance.plan import digest32
 from bywash.errors import BywashError
+from bywash.exchange.fp8_rows import dequantise_rows, quantise_rows
 from bywash.exchange.peer import PeerExchange
 from bywash.exchange.peer_device import PeerDevice
 from bywash.exchange.peer_layout import PeerLayout
+from bywash.exchange.peer_ops import PeerLayer
 from bywash.exchange.rows import send_lists, weighted_sum
 from bywash.routing import Routing
 
 
-def open_device(group, *, devices, experts, top_k, hidden, dtype, mode, tokens, num_sms=0, build=None):
+def open_device(group, *, devices, experts, top_k, hidden, dtype, mode, tokens, fp8="off", num_sms=0, **options):
     torch.cuda.set_device(group.rank % devices)
     layout = PeerLayout(
         ranks=group.ranks,
@@ -31,16 +33,22 @@ def open_device(group, *, devices, experts, top_k, hidden, dtype, mode, tokens, 
         hidden=hidden,
         dtype=getattr(torch, dtype),
         exact=mode == "exact",
+        fp8=fp8,
     )
     placement = Placement.equal(experts, group.ranks)
-    device = PeerDevice(group, layout, placement.home_E, combine_mode=mode, num_sms=num_sms, build=build)
+    device = PeerDevice(group, layout, placement.home_E, combine_mode=mode, num_sms=num_sms, **options)
     return device, placement
 
 
 def draw(generator, kind, tokens, layout):
     """One rank's (x, ids, weights) on the CPU."""
     experts, top_k = layout.experts, layout.top_k
-    x = torch.randn(tokens, layout.hidden, generator=generator).to(layout.dtype)
+    x = torch.randn(tokens, layout.hidden, generator=generator)
+    if layout.groups:  # groups of zeros, of tiny and of large magnitudes
+        size = 10.0 ** torch.randint(-12, 4, (tokens, layout.groups), generator=generator)
+        size *= torch.rand(size.shape, generator=generator) > 0.1
+        x *= size.repeat_interleave(128, dim=1)[:, : layout.hidden]
+    x = x.to(layout.dtype)
     ids = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :top_k]
     if kind == "one rank":
         ids = torch.rand(tokens, max(1, experts // layout.ranks), generator=generator).argsort(dim=1)[:, :top_k]
@@ -78,7 +86,13 @@ def oracle_index(inputs, placement, rank, layout):
     return [source * layout.tokens + token for _, source, token in triples], ends
 
 
+def quantised(x, layout):
+    return quantise_rows(x, power_of_two=layout.fp8 == "power-of-two")
+
+
 def oracle_out(x, ids, weights, placement, layout, mode):
+    if layout.groups:
+        x = dequantise_rows(*quantised(x, layout))
     outputs = (x.float()[:, None, :] * factors(layout.experts)[ids.clamp(min=0)][:, :, None]).to(layout.dtype)
     if mode == "exact":
         return weighted_sum(outputs[ids >= 0], ids, weights)
@@ -90,10 +104,33 @@ def oracle_out(x, ids, weights, placement, layout, mode):
     return total.to(layout.dtype)
 
 
+def rows_at(device, received, places):
+    """Received rows [*places, D] in float32."""
+    rows = received.rows_PD.view(torch.uint8 if device.layout.groups else device.layout.dtype)[places.long()]
+    if received.scales_PG is None:
+        return rows[..., : device.layout.hidden].float()
+    rows = rows.view(torch.float8_e4m3fn)[..., : device.layout.hidden].flatten(0, -2)
+    return dequantise_rows(rows, received.scales_PG[places.long()].flatten(0, -2)).unflatten(0, places.shape)
+
+
+def batched_outputs(device, received, factor_L, capacity, generation):
+    """The same experts over batches of `capacity` rows; what is past an expert's last row is NaN."""
+    batches = device.batch(capacity, generation=generation)
+    rows = rows_at(device, received, batches.index_LC.clamp(min=0))
+    y = (rows * factor_L[:, None, None]).to(device.layout.dtype)
+    y[batches.index_LC < 0] = float("nan")
+    counts = torch.stack([(row >= 0).sum() for row in batches.index_LC])
+    assert torch.equal(batches.counts_L.long(), counts)
+    by_expert = batches.index_LC[batches.index_LC >= 0]
+    assert torch.equal(by_expert, received.index_M[: by_expert.numel()])
+    assert by_expert.numel() == int(received.starts_E[-1])
+    return y.flatten(0, 1)
+
+
 def expert_outputs(device, received, factor_E):
     """y for the whole capacity; rows past M are garbage, as they would be from a grouped GEMM."""
-    rows = received.rows_PD[received.index_M.long(), : device.layout.hidden].float()
-    at = torch.arange(rows.shape[0], device="cuda", dtype=torch.int32)
+    rows = rows_at(device, received, received.index_M)
+    at = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
     expert = torch.searchsorted(received.starts_E[1:], at, right=True).clamp(max=device.layout.experts - 1)
     return (rows * factor_E[expert][:, None]).to(device.layout.dtype)
 
@@ -112,10 +149,18 @@ def check_received(device, received, inputs, placement, group):
     assert received.tokens_R.tolist() == [x.shape[0] for x, _, _ in inputs]
     counts = [torch.bincount(ids[ids >= 0], minlength=device.layout.experts) for _, ids, _ in inputs]
     assert torch.equal(received.counts_RE.cpu(), torch.stack(counts).int())
+    row_bytes = received.rows_PD.view(torch.uint8)
     for place in sorted(set(places)):
         source, token = divmod(place, device.layout.tokens)
         expected = inputs[source][0][token]
-        assert torch.equal(received.rows_PD[place, : device.layout.hidden].cpu(), expected)
+        if device.layout.groups:
+            expected, scales = quantised(expected[None], device.layout)
+            assert torch.equal(received.scales_PG[place].cpu(), scales[0])
+            expected = expected[0]
+        expected = expected.view(torch.uint8)
+        got = row_bytes[place].cpu()
+        assert torch.equal(got[: expected.numel()], expected), f"place {place}"
+        assert not got[expected.numel() :].any(), f"place {place}: padding"
 
 
 def same_bits(a, b):
@@ -126,26 +171,38 @@ def random_steps(group, devices, config, steps, seed):
     """Random steps on both channels, whole and in halves, counts first and not, every buffer poisoned."""
     device, placement = open_device(group, devices=devices, **config)
     layout, most, factor_E = device.layout, config["tokens"], factors(config["experts"]).cuda()
+    here_L = torch.from_numpy(np.flatnonzero(placement.home_E == group.rank))
     began = time.monotonic()
     for step in range(steps):
         inputs = draw_all(seed + step, layout, most)
         x, ids, weights = inputs[group.rank]
-        on_gpu = x.cuda(), ids.cuda(), weights.cuda()
+        on_gpu, options = (x.cuda(), ids.cuda(), weights.cuda()), {}
+        if layout.groups and step % 4 == 3:  # quantised by the caller
+            q, scales = quantised(x, layout)
+            on_gpu, options = (q.cuda(), *on_gpu[1:]), {"scales_TG": scales.cuda()}
         generation, counts_first, halves = step % 2, step % 3 != 0, step % 5 < 3
+        options.update(generation=generation, counts_first=counts_first)
         device.own_slots(generation).fill_(float("nan"))
         if halves:
-            device.dispatch_start(*on_gpu, generation=generation, counts_first=counts_first)
+            device.dispatch_start(*on_gpu, **options)
             received = device.dispatch_finish(generation)
         else:
-            received = device.dispatch(*on_gpu, generation=generation, counts_first=counts_first)
-        y = expert_outputs(device, received, factor_E)
+            received = device.dispatch(*on_gpu, **options)
+        batched = step % 7 == 2
+        if batched:
+            y = batched_outputs(device, received, factor_E[here_L], layout.places, generation)
+        else:
+            y = expert_outputs(device, received, factor_E)
         device.check()
         if step < 20 or step % 10 == 0:
             check_received(device, received, inputs, placement, group)
             if counts_first:
                 check_digest(device, received, placement, generation)
-        y[int(received.starts_E[-1]) :] = float("nan")
-        received.rows_PD.fill_(float("nan"))  # no peer writes again before it has these outputs
+        if not batched:
+            y[int(received.starts_E[-1]) :] = float("nan")
+        received.rows_PD.view(torch.uint8).fill_(0xFF)  # NaN; no peer writes again before it has these outputs
+        if layout.groups:
+            received.scales_PG.fill_(float("nan"))
         if halves:
             out = device.combine_start(y, generation=generation).fill_(float("nan"))
             device.combine_finish(generation)
@@ -181,7 +238,7 @@ def graph_replays(group, devices, config, replays, seed):
     layers()
     device.check()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         out = layers()
     for replay in range(replays):
         mine_x, mine_ids, mine_weights = draw_all(seed + replay, layout, most)[group.rank]
@@ -195,6 +252,41 @@ def graph_replays(group, devices, config, replays, seed):
         for _ in range(3):
             expected = oracle_out(expected, mine_ids, mine_weights, placement, layout, config["mode"])
         assert same_bits(out[:count].cpu(), expected), f"replay {replay} of {count} tokens"
+    device.close()
+
+
+def compiled_layers(group, devices, config, steps, seed, **compile_options):
+    """Two layers under torch.compile, with steps of other counts, against the oracle; eager ones must agree too."""
+    device, placement = open_device(group, devices=devices, **config)
+    layout, most, factor_E = device.layout, config["tokens"], factors(config["experts"]).cuda()
+
+    def experts(received):
+        return expert_outputs(device, received, factor_E)
+
+    layers = [PeerLayer(device, experts, generation=generation) for generation in range(2)]
+
+    def model(x, ids, weights, tokens):
+        for layer in layers:
+            x = layer(x * 2, ids, weights, tokens) / 2
+        return x
+
+    compiled = torch.compile(model, **compile_options)
+    for step in range(steps):
+        mine_x, mine_ids, mine_weights = draw_all(seed + step, layout, most)[group.rank]
+        count = mine_x.shape[0]
+        x = torch.zeros(most, layout.hidden, dtype=layout.dtype)
+        ids = torch.full((most, layout.top_k), -1)
+        weights = torch.zeros(most, layout.top_k)
+        for buffer, value in ((x, mine_x), (ids, mine_ids), (weights, mine_weights)):
+            buffer[:count] = value
+        arguments = (x.cuda(), ids.cuda(), weights.cuda(), torch.tensor([count], dtype=torch.int32).cuda())
+        expected = mine_x
+        for _ in layers:
+            expected = oracle_out(expected * 2, mine_ids, mine_weights, placement, layout, config["mode"]) / 2
+        for run in (compiled, model):
+            out = run(*arguments)
+            device.check()
+            assert same_bits(out[:count].cpu(), expected), f"step {step} of {count} tokens"
     device.close()
 
 
@@ -259,7 +351,7 @@ def fail_on_purpose(group, devices, how):
     config = {"experts": 8, "top_k": 2, "hidden": 64, "dtype": "bfloat16", "mode": "fast", "tokens": 16}
     device, placement = open_device(group, devices=devices, **config)
     x, ids, weights = (t.cuda() for t in draw(torch.Generator().manual_seed(1), "uniform", 16, device.layout))
-    tokens = torch.full((1,), 16, dtype=torch.int32, device="cuda")
+    tokens = torch.full((1,), 16, dtype=torch.int32).cuda()
     if group.rank == 1 and how == "plan":
         device.set_plan(placement.home_E, 12345, 0)
     if group.rank == 1 and how == "tokens":
@@ -267,6 +359,9 @@ def fail_on_purpose(group, devices, how):
     if group.rank == 1 and how == "expert":
         ids[3, 1] = 8
     device.dispatch(x, ids, weights, tokens=tokens, counts_first=how != "plan")
+    if how == "capacity":
+        device.batch(0 if group.rank == 1 else 32)
+        device.combine(torch.zeros(4 * 32, 64, dtype=torch.bfloat16).cuda())
     try:
         device.check()
     except BywashError as error:

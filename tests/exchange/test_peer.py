@@ -1,13 +1,16 @@
 """`peer` on real GPUs. Skipped without one; the layout and the errors are tested everywhere."""
 
+import functools
 import importlib.util
 
 import pytest
 import torch
 
+from bywash.balance import Placement
 from bywash.errors import ConfigError, PlanMismatchError, RankLostError
 from bywash.exchange import open_exchange
 from bywash.exchange.peer_errors import read_failure
+from bywash.kernels.router import NOT_FINITE
 from bywash.exchange.peer_layout import GENERATIONS, PeerLayout
 from tests.exchange import peer_steps
 from tests.ranks import RankPool
@@ -19,8 +22,10 @@ needs_gpu = pytest.mark.skipif(
 )
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs that can access each other")
 
+DEEPSEEK = {"experts": 64, "top_k": 8, "hidden": 7168, "dtype": "bfloat16", "mode": "fast", "tokens": 64}
+SMALL = {"experts": 12, "top_k": 3, "dtype": "bfloat16", "tokens": 45}
 CONFIGS = {
-    "deepseek-like": {"experts": 64, "top_k": 8, "hidden": 7168, "dtype": "bfloat16", "mode": "fast", "tokens": 64},
+    "deepseek-like": DEEPSEEK,
     "exact": {"experts": 32, "top_k": 4, "hidden": 1024, "dtype": "bfloat16", "mode": "exact", "tokens": 96},
     "odd-f16": {"experts": 7, "top_k": 3, "hidden": 37, "dtype": "float16", "mode": "stable", "tokens": 33},
     "odd-f32": {"experts": 5, "top_k": 5, "hidden": 3, "dtype": "float32", "mode": "exact", "tokens": 50},
@@ -34,6 +39,10 @@ CONFIGS = {
         "tokens": 64,
         "num_sms": 1,
     },
+    "fp8": {**DEEPSEEK, "tokens": 32, "fp8": "amax"},
+    "fp8-odd": {**SMALL, "hidden": 1000, "dtype": "float16", "mode": "exact", "fp8": "power-of-two"},
+    "fp8-tiny": {**SMALL, "hidden": 24, "mode": "stable", "fp8": "amax"},
+    "walk": {**SMALL, "hidden": 4104, "mode": "stable", "num_sms": 2},
 }
 
 
@@ -63,9 +72,10 @@ def test_ten_thousand_random_steps(pools, name):
 @needs_gpu
 @needs_two
 @pytest.mark.parametrize("mode", ["exact", "stable"])
-def test_long_steps_go_in_chunks(pools, mode):
+@pytest.mark.parametrize("num_sms", [0, 1, 60])
+def test_long_steps(pools, mode, num_sms):
     config = {"experts": 12, "top_k": 2, "hidden": 72, "dtype": "bfloat16", "mode": mode, "tokens": 3000}
-    pools(2).run(peer_steps.random_steps, 2, config, 40, 3000)
+    pools(2).run(peer_steps.random_steps, 2, {**config, "num_sms": num_sms}, 20, 3000)
 
 
 @needs_gpu
@@ -83,10 +93,10 @@ def test_each_wait_is_needed(fault):
 
 @needs_gpu
 @needs_two
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(("ranks", "fp8"), [(3, "off"), (4, "amax")])
 @pytest.mark.parametrize("mode", ["exact", "stable"])
-def test_more_ranks_than_gpus(pools, ranks, mode):
-    config = {"experts": 18, "top_k": 4, "hidden": 264, "dtype": "bfloat16", "mode": mode, "tokens": 40}
+def test_more_ranks_than_gpus(pools, ranks, fp8, mode):
+    config = {"experts": 18, "top_k": 4, "hidden": 264, "dtype": "bfloat16", "mode": mode, "tokens": 40, "fp8": fp8}
     pools(ranks).run(peer_steps.random_steps, 2, config, 40, 5000)
 
 
@@ -95,6 +105,14 @@ def test_more_ranks_than_gpus(pools, ranks, mode):
 def test_one_graph_replays_for_any_count_and_routing(pools, devices, mode):
     config = {"experts": 16, "top_k": 3, "hidden": 512, "dtype": "bfloat16", "mode": mode, "tokens": 60}
     pools(2).run(peer_steps.graph_replays, devices, config, 100 if devices == 2 else 15, 7000)
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}, {"backend": "aot_eager"}], ids=str)
+def test_layers_under_torch_compile(pools, devices, options):
+    config = {"experts": 16, "top_k": 3, "hidden": 520, "dtype": "bfloat16", "mode": "stable", "tokens": 60}
+    run = functools.partial(peer_steps.compiled_layers, **options)
+    pools(2).run(run, devices, config, 12 if devices == 2 else 6, 8000)
 
 
 @needs_gpu
@@ -124,6 +142,7 @@ def test_a_killed_rank_is_named_within_the_deadline_and_the_process_survives(dev
         ("plan", "PlanMismatchError", "planned this step differently"),
         ("tokens", "ConfigError", "tokens"),
         ("expert", "ConfigError", "expert"),
+        ("capacity", "ConfigError", "batch"),
     ],
 )
 def test_mistakes_end_in_the_same_error_on_every_rank(devices, how, kind, words):
@@ -152,7 +171,7 @@ def layout_of(**changes):
 def test_parts_do_not_overlap_and_are_aligned(exact):
     layout = layout_of(exact=exact)
     starts = sorted({start for g in range(GENERATIONS) for start in layout.offsets(g).values()} | {layout.heap_bytes})
-    assert len(starts) == 1 + GENERATIONS * 7 + 1
+    assert len(starts) == 1 + GENERATIONS * 7 + 1  # without fp8 the part for scales is empty
     assert all(start % 256 == 0 for start in starts)
     at = layout.offsets(0)
     assert at["at_slots"] - at["at_rows"] >= layout.places * layout.vecs * 16
@@ -165,9 +184,51 @@ def test_rows_are_padded_to_vectors():
     assert (layout_of(hidden=7168).vecs, layout_of(hidden=7168).padded) == (896, 7168)
 
 
+def test_fp8_rows_have_half_the_bytes_and_a_scale_for_each_128_columns():
+    layout = layout_of(hidden=7168, fp8="amax")
+    assert (layout.sent_bytes, layout.groups, layout.scale_bytes) == (7168, 56, 224)
+    at = layout.offsets(0)
+    assert at["at_scales"] - at["at_rows"] == layout.places * 7168 + 7168 % 256
+    odd = layout_of(hidden=137, fp8="power-of-two")
+    assert (odd.vecs, odd.sent_bytes, odd.groups, odd.scale_bytes) == (18, 144, 2, 16)
+    with pytest.raises(ConfigError, match="fp8 rows are made from bfloat16 or float16"):
+        layout_of(dtype=torch.float32, fp8="amax")
+
+
+def test_few_rows_take_few_multiprocessors():
+    sms = {tokens: layout_of(tokens=tokens, hidden=7168).multiprocessors(132) for tokens in (1, 128, 256, 4096)}
+    assert sms == {1: 8, 128: 56, 256: 112, 4096: 132}
+
+
 def test_too_many_pairs_are_refused():
     with pytest.raises(ConfigError, match="131073 tokens x top-8"):
         layout_of(tokens=131073, top_k=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float64}, "rows of torch.float64; float32, bfloat16 or float16"),
+        ({"fp8": "e5m2"}, "fp8 'e5m2': choose one of off, amax, power-of-two"),
+        ({"hidden": 0}, "hidden size 0"),
+    ],
+)
+def test_layouts_that_no_kernel_computes_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        layout_of(**changes)
+
+
+def test_what_an_exchange_is_opened_with_must_fit_its_layout():
+    layout = layout_of()
+    layout.check_use(2, "exact")
+    layout.check_home(Placement.equal(8, 2).home_E)
+    with pytest.raises(ConfigError, match="a layout for 2 ranks in a group of 3"):
+        layout.check_use(3, "exact")
+    with pytest.raises(ConfigError, match="combine 'fast' in a layout with exact=True"):
+        layout.check_use(2, "fast")
+    for home_E in (Placement.equal(7, 2).home_E, Placement.equal(8, 3).home_E, Placement.equal(8, 2).home_E - 1):
+        with pytest.raises(ConfigError, match="8 of 0 to 1 are needed"):
+            layout.check_home(home_E)
 
 
 class Alone:
@@ -184,6 +245,10 @@ class Alone:
         ([2, 0b10, 5 << 32 | 7, 1, 0], PlanMismatchError, "0x00000005 there, 0x00000007 on rank 0"),
         ([3, 1, 99, 0, 0], ConfigError, "99 tokens"),
         ([4, 1, 12, 0, 0], ConfigError, "expert id 12"),
+        ([4, 1, 2**64 - 7, 0, 0], ConfigError, "expert id -7"),
+        ([4, 1, 2**64 + NOT_FINITE, 0, 0], ConfigError, "rank 0 computed logits that are not finite"),
+        ([6, 1, 7 << 32 | 300, 1, 0], ConfigError, "300 rows for expert 7, more than the capacity"),
+        ([5, 0b100, 2 << 32 | 6, 3, 0], ConfigError, "rank 2 had more rows for an expert"),
         ([5, 0b100, 1 << 32 | 1, 3, 0], RankLostError, "rank 2 did not arrive .* rank 1 told rank 0"),
         ([5, 0b100, 1 << 32 | 2, 3, 0], PlanMismatchError, "rank 2 planned"),
         ([5, 0b100, 2 << 32 | 3, 3, 0], ConfigError, "rank 2 brought more tokens"),

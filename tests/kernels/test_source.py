@@ -4,9 +4,9 @@ import re
 
 import torch
 
-from bywash.exchange import peer_device, peer_errors
+from bywash.exchange import peer_errors, peer_layout
 from bywash.exchange.peer_layout import PeerLayout
-from bywash.kernels.compile import MAX_CHUNKS, THREADS, KernelShape, kernel_source
+from bywash.kernels.compile import MAX_BLOCKS, THREADS, KernelShape, kernel_source
 from bywash.kernels.launch import parameter_names
 
 SOURCE = kernel_source()
@@ -25,7 +25,8 @@ def test_every_offset_of_the_layout_is_a_parameter():
 
 
 def test_block_size_and_failure_codes_agree():
-    assert f"#define THREADS {THREADS}" in SOURCE
+    assert f"#define THREADS {THREADS}\n" in SOURCE
+    assert f"#define MAX_BLOCKS {MAX_BLOCKS} " in SOURCE
     assert enum_in_source("Code") == {code.name: code.value for code in peer_errors.Code}
     assert len(enum_in_source("Phase")) == len(peer_errors.PHASES)
 
@@ -33,20 +34,18 @@ def test_block_size_and_failure_codes_agree():
 def test_state_and_failure_records_have_the_size_that_python_allocates():
     def fields(name):
         (body,) = re.findall(rf"struct {name} {{(.*?)}};", SOURCE, re.DOTALL)
-        return re.findall(r"u(?:32|64) (\w+)(?:\[CHUNKS\])?;", body)
+        return re.findall(r"u(?:32|64) (\w+);", body)
 
     state = fields("State")
-    assert state.index("digest") == peer_device._DIGEST_WORD
-    assert len(state) - 1 + MAX_CHUNKS == peer_device._STATE_WORDS
-    assert fields("Failure").index("deadline_ns") == peer_device._DEADLINE_WORD
-    assert len(fields("Failure")) == peer_device._FAILURE_WORDS
+    assert state.index("digest") == peer_layout.DIGEST_WORD
+    assert len(state) == peer_layout.STATE_WORDS
+    assert fields("Failure").index("deadline_ns") == peer_layout.DEADLINE_WORD
+    assert len(fields("Failure")) == peer_layout.FAILURE_WORDS
 
 
 def test_macros_cover_the_static_shape():
     shape = KernelShape(ranks=2, experts=8, top_k=2, vecs=1, dtype="float16", exact=True)
     macros = dict(shape.macros())
     assert macros["DTYPE"] == "2"
-    assert macros["CHUNKS"] == "8"
-    for name in ("RANKS", "EXPERTS", "TOP_K", "VECS", "DTYPE", "EXACT", "CHUNKS", "SENDERS", "TAIL"):
-        assert re.search(rf"\b{name}\b", SOURCE)
-        assert name in macros
+    for name in macros:
+        assert re.search(rf"\b{name}\b", SOURCE), name

@@ -25,8 +25,10 @@ def random_experts(count, hidden, inner, dtype, seed, of=None, gate=swiglu):
     return GatedExperts(
         gate_up_LGD=torch.stack([gate_up[e] for e in chosen]).to(dtype)
         if chosen
-        else torch.empty(0, 2 * inner, hidden),
-        down_LDF=torch.stack([down[e] for e in chosen]).to(dtype) if chosen else torch.empty(0, hidden, inner),
+        else torch.empty(0, 2 * inner, hidden, dtype=dtype),
+        down_LDF=torch.stack([down[e] for e in chosen]).to(dtype)
+        if chosen
+        else torch.empty(0, hidden, inner, dtype=dtype),
         apply_gate=gate,
     )
 

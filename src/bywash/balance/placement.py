@@ -4,6 +4,7 @@ Shapes: E experts, R ranks. Pure integers; knows nothing of processes, bytes or 
 The planner and the command line make a `Placement`; `plan_step` and the checkpoint loader read it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -77,3 +78,63 @@ class Placement:
             shares[rank] += 1
         home = np.repeat(np.arange(len(speeds), dtype=np.int32), shares)
         return cls(home_E=home, ranks=len(speeds))
+
+    @classmethod
+    def from_counts(cls, counts_E: NDArray[np.int64], ranks: int, speeds: Sequence[int] = ()) -> Self:
+        """Spread recorded load: as many experts per rank as `weighted` gives, loads as even as swapping makes them.
+
+        Longest processing time first, then swaps of two experts between the most loaded rank and another, the best swap
+        first, until none helps. Exact integers, ties to the lower number. Load is relative to speed.
+        Example: counts [6, 5, 2, 1] on 2 ranks gives home_E = [0, 1, 1, 0].
+
+        Args:
+            counts_E: whole numbers [E], the rows of each expert in a trace.
+            ranks: R.
+            speeds: as in `weighted`; () for equal ranks.
+
+        Raises:
+            ConfigError: no counts, a negative one, or bad speeds.
+        """
+        counts = [int(count) for count in counts_E]
+        if not counts or min(counts) < 0:
+            raise ConfigError("placement.counts: one whole number, 0 or more, for each expert is needed")
+        if speeds and len(speeds) != ranks:
+            raise ConfigError(f"placement.speeds: {len(speeds)} for {ranks} ranks")
+        shares_R = np.bincount(cls.weighted(len(counts), speeds or [1] * ranks).home_E, minlength=ranks)
+        common = math.lcm(*(int(speed) for speed in speeds if speed))
+        times_R = [common // int(speed) if speed else 0 for speed in speeds] or [1] * ranks
+        home_E = _longest_first(counts, shares_R.tolist(), times_R)
+        return cls(home_E=_swapped(np.array(counts), home_E, np.array(times_R)), ranks=ranks)
+
+
+def _longest_first(counts: list[int], shares_R: list[int], times_R: list[int]) -> NDArray[np.int32]:
+    """Each expert, largest first, to the rank with room that has the least time so far."""
+    home_E, time_R = np.empty(len(counts), np.int32), [0] * len(shares_R)
+    for expert in sorted(range(len(counts)), key=lambda e: (-counts[e], e)):
+        rank = min((r for r, room in enumerate(shares_R) if room), key=lambda r: (time_R[r], r))
+        home_E[expert] = rank
+        shares_R[rank] -= 1
+        time_R[rank] += counts[expert] * times_R[rank]
+    return home_E
+
+
+def _swapped(counts_E: NDArray[np.int64], home_E: NDArray[np.int32], times_R: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Swap experts of the slowest rank for smaller ones elsewhere while that makes the slower of the two faster."""
+    time_R = np.zeros(times_R.size, np.int64)
+    np.add.at(time_R, home_E, counts_E * times_R[home_E])
+    while True:
+        slowest = int(time_R.argmax())
+        own, others = np.flatnonzero(home_E == slowest), np.flatnonzero(home_E != slowest)
+        if not own.size or not others.size:
+            return home_E
+        less = counts_E[own][:, None] - counts_E[others]
+        after = np.maximum(
+            time_R[slowest] - less * times_R[slowest], time_R[home_E[others]] + less * times_R[home_E[others]]
+        )
+        a, b = np.unravel_index(int(after.argmin()), after.shape)
+        if after[a, b] >= time_R[slowest]:
+            return home_E
+        rank = home_E[others[b]]
+        time_R[slowest] -= less[a, b] * times_R[slowest]
+        time_R[rank] += less[a, b] * times_R[rank]
+        home_E[own[a]], home_E[others[b]] = rank, slowest

@@ -1,18 +1,20 @@
 """`plan_step`: from this step's counts, who computes which rows.
 
-Shapes: R ranks, E experts. Pure integers, ties by id, no float: every rank computes the same arrays from the
-same counts, and the 32-bit digest that travels with each message proves it before any row is read.
+Shapes: R ranks, E experts, S slots per rank. Pure integers, ties by number, no float: every rank computes the same
+arrays from the same counts, and the 32-bit digest that travels with each message proves it before any row is read.
 
-Today every row is computed at its expert's home. Overflow (capacity, slots) belongs in `plan_step`, between the
-counts and `rank_E`: an expert's rows then go to several ranks. Nothing else here decides anything.
+Without `Limits` every row is computed at its expert's home. With them an expert's rows may be cut into pieces:
+`naive.py` tells how the pieces are found, `fast.py` finds them, `pieces.py` says where one pair of a token goes.
 Knows nothing of torch, processes or bytes. `ExpertParallel` calls it; the exchange only carries the digest.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bywash.balance.limits import MOST_ROWS, Limits, SlotDirectory
 from bywash.balance.placement import Placement
 from bywash.errors import ConfigError
 
@@ -23,14 +25,25 @@ class StepPlan:
 
     Attributes:
         counts_RE: int32 [R, E], rows that each source rank sends to each expert.
-        rank_E: int32 [E], the rank that computes each expert's rows in this step.
+        rank_E: int32 [E], the home of each expert.
+        rows_ER: int32 [E, R], rows of each expert that each rank computes. An expert's rows are ordered by source rank,
+            then token; rank 0 computes the first of them, rank 1 the next, and so on.
         rows_R: int64 [R], expert rows that each rank computes in this step.
-        digest: 32-bit hash of the arrays above, equal on all ranks that agree.
+        fetch_RS: int32 [R, S], the rank to copy a slot's weights from before the step; -1 where nothing is to copy.
+        directory: what the slots hold in this step (`fetch_RS` says what is not there yet); None without slots.
+        spilled: rows computed away from home.
+        capacity: rows of one expert that a rank holds at once.
+        digest: 32-bit hash of all these arrays, equal on all ranks that agree.
     """
 
     counts_RE: NDArray[np.int32]
     rank_E: NDArray[np.int32]
+    rows_ER: NDArray[np.int32]
     rows_R: NDArray[np.int64]
+    fetch_RS: NDArray[np.int32]
+    directory: SlotDirectory | None = None
+    spilled: int = 0
+    capacity: int = MOST_ROWS
     digest: int
 
     @property
@@ -39,19 +52,120 @@ class StepPlan:
         total = int(self.rows_R.sum())
         return float(self.rows_R.max()) * self.rows_R.size / total if total else 1.0
 
+    @property
+    def home_rows_E(self) -> NDArray[np.int32]:
+        """int32 [E]: the rows of each expert that its home computes."""
+        return self.rows_ER[np.arange(self.rank_E.size), self.rank_E]
 
-def plan_step(counts_RE: NDArray[np.int32], placement: Placement) -> StepPlan:
+    @property
+    def waves_E(self) -> NDArray[np.int32]:
+        """int32 [E]: in how many rounds of at most `capacity` rows the home computes each expert."""
+        return -(-self.home_rows_E // self.capacity)
+
+    @property
+    def fetches(self) -> int:
+        """Copies of an expert's weights that this step needs, over all ranks."""
+        return int(np.count_nonzero(self.fetch_RS >= 0))
+
+
+def plan_step(
+    counts_RE: NDArray[np.int32],
+    placement: Placement,
+    limits: Limits | None = None,
+    directory: SlotDirectory | None = None,
+    *,
+    layer: int = 0,
+) -> StepPlan:
     """Plan one step: pure, deterministic, the same on every rank.
 
-    Example: counts_RE = [[3, 0], [1, 2]] with home_E = [0, 1] gives rank_E = [0, 1] and rows_R = [4, 2].
+    Example: counts_RE = [[3, 0], [1, 2]] with home_E = [0, 1] gives rows_R = [4, 2]. With limits and one empty slot
+    for each rank, rank 1 computes one row of expert 0: rows_ER = [[3, 1], [0, 2]], fetch_RS = [[-1], [0]].
 
     Args:
         counts_RE: int32 [R, E], the gathered count matrix.
         placement: the homes, for the same R and E.
+        limits: when rows leave home; None computes all at home.
+        directory: what the slots held after the plan before; None is no slots, so that limits only make waves.
+        layer: which of the directory's layers this is.
 
     Raises:
-        ConfigError: shapes that do not fit the placement, or a negative count.
+        ConfigError: shapes that do not fit, a negative count, or more than 2^29 - 1 rows with limits.
     """
+    _check_counts(counts_RE, placement)
+    if limits is None:
+        return _plan_at_home(counts_RE, placement)
+    ranks, experts = counts_RE.shape
+    directory = directory or SlotDirectory.empty(ranks=ranks, slots=0, experts=experts)
+    _check_directory(directory, ranks, experts, layer)
+    if int(counts_RE.sum(dtype=np.int64)) > MOST_ROWS:
+        raise ConfigError(f"counts: more than {MOST_ROWS} rows in one step; use smaller micro-batches")
+    keys_RS, ages_RS = directory.keys_RS.copy(), directory.ages_RS.copy()
+    rows_ER, fetch_RS = np.empty((experts, ranks), np.int32), np.empty_like(keys_RS)
+    rows_R, home_E = np.empty(ranks, np.int64), placement.home_E
+    digest = _planner()(
+        np.ascontiguousarray(counts_RE, np.int32),
+        home_E,
+        limits.speeds_R(ranks),
+        (limits.capacity, limits.alpha_1024, limits.fetch_rows, limits.use_rows),
+        (layer, directory.layers, limits.keep),
+        keys_RS,
+        ages_RS,
+        rows_ER,
+        fetch_RS,
+        rows_R,
+    )
+    return StepPlan(
+        counts_RE=counts_RE,
+        rank_E=home_E,
+        rows_ER=rows_ER,
+        rows_R=rows_R,
+        fetch_RS=fetch_RS,
+        directory=SlotDirectory(keys_RS=keys_RS, ages_RS=ages_RS, layers=directory.layers, experts=experts),
+        spilled=int(rows_R.sum()) - int(rows_ER[np.arange(experts), home_E].sum(dtype=np.int64)),
+        capacity=limits.capacity,
+        digest=digest,
+    )
+
+
+def prepare_planner() -> None:
+    """Make the first plan with limits quick: numba compiles for up to a minute where it has never run.
+
+    A job calls this while its ranks may still be late, since its first step has a deadline.
+
+    Raises:
+        ConfigError: there is nowhere to keep what was compiled.
+    """
+    counts_RE = np.zeros((1, 1), np.int32)
+    plan_step(counts_RE, Placement.equal(1, 1), Limits(), SlotDirectory.empty(ranks=1, slots=1, experts=1))
+
+
+def _planner() -> Callable[..., int]:
+    """The compiled planner, loaded late: numba takes half a second, which `bywash --help` need not wait for."""
+    try:
+        from bywash.balance.fast import plan_arrays
+    except RuntimeError as error:
+        raise ConfigError(f"plan: {error}; set NUMBA_CACHE_DIR to a directory that can be written") from error
+    return plan_arrays
+
+
+def _plan_at_home(counts_RE: NDArray[np.int32], placement: Placement) -> StepPlan:
+    ranks, experts = counts_RE.shape
+    rows_E = counts_RE.sum(axis=0, dtype=np.int64)
+    rows_R = np.zeros(ranks, dtype=np.int64)
+    np.add.at(rows_R, placement.home_E, rows_E)
+    rows_ER = np.zeros((experts, ranks), dtype=np.int32)
+    rows_ER[np.arange(experts), placement.home_E] = rows_E
+    return StepPlan(
+        counts_RE=counts_RE,
+        rank_E=placement.home_E,
+        rows_ER=rows_ER,
+        rows_R=rows_R,
+        fetch_RS=np.empty((ranks, 0), np.int32),
+        digest=digest32(np.concatenate([counts_RE.ravel(), placement.home_E])),
+    )
+
+
+def _check_counts(counts_RE: NDArray[np.int32], placement: Placement) -> None:
     if counts_RE.shape != (placement.ranks, placement.num_experts):
         raise ConfigError(
             f"counts {list(counts_RE.shape)} do not fit a placement of {placement.ranks} ranks and "
@@ -60,11 +174,16 @@ def plan_step(counts_RE: NDArray[np.int32], placement: Placement) -> StepPlan:
     if counts_RE.size and counts_RE.min() < 0:
         rank, expert = (int(i) for i in np.argwhere(counts_RE < 0)[0])
         raise ConfigError(f"counts[{rank}, {expert}] = {int(counts_RE[rank, expert])}: a count is never negative")
-    rank_E = placement.home_E
-    rows_R = np.zeros(placement.ranks, dtype=np.int64)
-    np.add.at(rows_R, rank_E, counts_RE.sum(axis=0, dtype=np.int64))
-    digest = digest32(np.concatenate([counts_RE.ravel(), rank_E]))
-    return StepPlan(counts_RE=counts_RE, rank_E=rank_E, rows_R=rows_R, digest=digest)
+
+
+def _check_directory(directory: SlotDirectory, ranks: int, experts: int, layer: int) -> None:
+    if directory.keys_RS.shape[0] != ranks or directory.experts != experts:
+        raise ConfigError(
+            f"slots: a directory for {directory.keys_RS.shape[0]} ranks and {directory.experts} experts, the plan is "
+            f"for {ranks} and {experts}"
+        )
+    if not 0 <= layer < directory.layers:
+        raise ConfigError(f"slots: layer {layer} of a directory with layers 0..{directory.layers - 1}")
 
 
 def digest32(words: NDArray[np.int32]) -> int:

@@ -89,7 +89,7 @@ def measure(group: Group, bench: ExchangeBench) -> Iterator[list[Measured]]:
 def _measure_size(
     group: Group, bench: ExchangeBench, placement: Placement, exchanges: dict[str, Exchange], tokens: int
 ) -> list[Measured]:
-    x_TD, routing = _batch(bench, group.rank, tokens)
+    x_TD, routing = draw_batch(bench, group.rank, tokens)
     expected = _one_process(bench, x_TD, routing)
     row_bytes = x_TD.shape[1] * x_TD.element_size()
     imbalance = _imbalance(exchanges["gloo"], routing, placement)
@@ -174,7 +174,7 @@ def _interleaved(
     return times
 
 
-def _batch(bench: ExchangeBench, rank: int, tokens: int) -> tuple[Tensor, Routing]:
+def draw_batch(bench: ExchangeBench, rank: int, tokens: int) -> tuple[Tensor, Routing]:
     """Seeded tokens and routing; expert popularity follows Zipf's law with exponent `zipf` (0: uniform)."""
     generator = torch.Generator().manual_seed(bench.seed * 1000 + rank)
     x_TD = torch.randn(tokens, bench.hidden, generator=generator).to(DTYPES[bench.dtype])

@@ -54,6 +54,9 @@ def exchange(
     json_file: str | None = typer.Option(
         None, "--json", help="Write the rows to this file; - prints them, and the table to stderr."
     ),
+    explain: bool = typer.Option(
+        False, "--explain", help="Measure nothing: show what GPUs would take for these sizes, and why. Needs no GPU."
+    ),
 ) -> None:
     """Time counts + plan + dispatch + combine: shared memory, deduplicated gloo, and all_to_all_single by hand."""
     from bywash.bench.exchange import DTYPES, ExchangeBench
@@ -86,8 +89,23 @@ def exchange(
         rounds=rounds,
         link=parse_link(link, latency),
     )
+    if explain:
+        _explain(bench, ranks, json_file)
+        return
     _check_size(bench, ranks, deadline)
     run_local(rank_main, _Job(bench=bench, deadline=deadline, json=json_file), ranks, deadline)
+
+
+def _explain(bench: "ExchangeBench", ranks: int, json_file: str | None) -> None:
+    """`--explain`: the cost model's table, and its rows as JSON."""
+    from bywash.bench.explain import explain_choices, explain_rows, explain_text
+
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: must be at least 1")
+    choices = explain_choices(bench, ranks)
+    if json_file is not None:
+        write_json(json_file, {"ranks": ranks, "rows": explain_rows(choices)})
+    print(explain_text(bench, ranks, choices), file=sys.stderr if json_file == STDOUT else sys.stdout)
 
 
 def _check_size(bench: "ExchangeBench", ranks: int, deadline: float) -> None:

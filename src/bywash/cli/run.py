@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,11 +16,18 @@ from bywash.errors import BywashError, ConfigError
 if TYPE_CHECKING:
     from bywash.exchange import Combine
     from bywash.models.job import JobOptions, RankResult
+    from bywash.models.overflow import OverflowOptions
 
 DEFAULT_MODEL = "bywash-tiny"
 DEFAULT_RANKS = 4
 DEFAULT_TOKENS = 48
+_MOST_SLOTS = 4096
 RANKS_HELP = "Local processes to start (default: 4; under torchrun its world size)."
+DEFAULT_ALPHA = 1.1
+"""Decode at 1.0 chases noise: most of what it fetches serves one step."""
+SLOTS_HELP = "Room on each rank for weights of other ranks' experts, so that rows may leave a busy home."
+CAPACITY_HELP = "Most rows of an expert at once, times the mean in prefill; the rest waits or leaves. 0: no cap."
+ALPHA_HELP = f"Load that a rank keeps, as a multiple of its fair share (default: {DEFAULT_ALPHA})."
 DEFAULT_PROMPTS = (
     "An error is raised if the file",
     "If the name is not found in the table,",
@@ -56,6 +63,12 @@ class RunRequest:
     trace: str | None = None
     json: str | None = None
     deadline: float = 60.0
+    overlap: str = "off"
+    timeline: str | None = None
+    slots: int = 0
+    capacity_factor: float = 0.0
+    alpha: float | None = None
+    break_even: int | None = None
 
 
 def run(
@@ -70,7 +83,11 @@ def run(
     ),
     tokens: int = typer.Option(DEFAULT_TOKENS, help="Tokens to generate for each prompt."),
     micro_batch: int = typer.Option(2, help="Prompts computed together; equal values give bitwise equal results."),
-    exchange: str = typer.Option("auto", help="How rows move: shm (ranks of one host), gloo (sockets), or auto."),
+    exchange: str = typer.Option(
+        "auto",
+        help="How rows move: peer (GPUs of one host), shm (CPU ranks of one host), gloo (sockets), hierarchical (CPU "
+        "ranks of several hosts), or auto.",
+    ),
     combine: str = typer.Option("exact", help="exact: same bits on any number of ranks; stable, fast: fewer bytes."),
     link: str = typer.Option("", help="Emulate a link of this rate between ranks, such as 200Gbps (shm)."),
     latency: str = typer.Option("", help="Latency of the emulated link, such as 5us."),
@@ -84,6 +101,17 @@ def run(
     json_file: str | None = typer.Option(
         None, "--json", help="Write the results to this file; - prints them instead of the tables."
     ),
+    overlap: str = typer.Option(
+        "off",
+        help="Compute while rows travel: microbatch (several in turn), tile (chunks of one), off, or auto.",
+    ),
+    timeline: str | None = typer.Option(
+        None, help="Write when each stage ran to this file, for Perfetto or chrome://tracing (.json)."
+    ),
+    slots: int = typer.Option(0, help=SLOTS_HELP),
+    capacity_factor: float = typer.Option(0.0, help=CAPACITY_HELP),
+    alpha: float | None = typer.Option(None, help=ALPHA_HELP),
+    break_even: int | None = typer.Option(None, help="Rows below which no weights are copied (default: 1)."),
     deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
 ) -> None:
     """Run a MoE model with its experts spread over processes, and report what moved."""
@@ -104,6 +132,12 @@ def run(
             trace=trace,
             json=json_file,
             deadline=deadline,
+            overlap=overlap,
+            timeline=timeline,
+            slots=slots,
+            capacity_factor=capacity_factor,
+            alpha=alpha,
+            break_even=break_even,
         )
     )
 
@@ -123,11 +157,15 @@ def rank_main(request: RunRequest, rank: int, ranks: int, store: Any) -> None:
     """What each rank does; rank 0 also reports. Raises `BywashError`."""
     from bywash.cli.console import RunConsole
     from bywash.exchange.group import Group, gather_objects
+    from bywash.launch.hosts import check_hosts
     from bywash.models.job import run_job
 
     options = _job_options(request)  # before joining: transformers writes presets on rank 0 alone once a group exists
     group = Group(rank=rank, ranks=ranks, store=store, deadline_s=request.deadline)
     try:
+        for text in check_hosts(group):
+            if rank == 0:
+                typer.echo(f"warning: {text}", err=True)
         with RunConsole(quiet=rank != 0) as console:
             result = run_job(options, group if ranks > 1 else None, console)
             results = gather_objects(group, result)
@@ -140,18 +178,45 @@ def rank_main(request: RunRequest, rank: int, ranks: int, store: Any) -> None:
 def _check_request(request: RunRequest) -> None:
     """What can be refused before anything is started."""
     from bywash.exchange import COMBINES, EXCHANGES
+    from bywash.moe.pipeline import MODES
 
-    choices = {"exchange": EXCHANGES, "combine": COMBINES, "dtype": ("float32", "bfloat16", "float16")}
+    choices = {
+        "overlap": MODES,
+        "exchange": EXCHANGES,
+        "combine": COMBINES,
+        "dtype": ("float32", "bfloat16", "float16"),
+    }
     for name, known in choices.items():
         if getattr(request, name) not in known:
             raise ConfigError(f"--{name} {getattr(request, name)}: choose one of {', '.join(known)}")
     for name in ("tokens", "micro_batch"):
         if getattr(request, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(request, name)}: must be at least 1")
+    _check_overflow(request)
     check_deadline(request.deadline)
     check_link(parse_link(request.link, request.latency), request.deadline)
     writable(request.json, "--json", or_stdout=True)
     replaceable(request.trace, "--trace")
+    writable(request.timeline, "--timeline")
+
+
+def _check_overflow(request: RunRequest) -> None:
+    for flag, value, least, most in (
+        ("--slots", request.slots, 0, _MOST_SLOTS),
+        ("--capacity-factor", request.capacity_factor, 0, 1 << 20),
+        ("--alpha", request.alpha, 1, 64),
+        ("--break-even", request.break_even, 1, 1 << 29),
+    ):
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{flag} {value:g}: must be {least} to {most}")
+    for flag, given in (("--alpha", request.alpha), ("--break-even", request.break_even)):
+        if given is not None and not request.slots:
+            raise ConfigError(f"{flag} {given:g}: says which rows go to slots; give --slots too")
+    if (request.slots or request.capacity_factor) and request.overlap != "off":
+        raise ConfigError(
+            f"--overlap {request.overlap}: slots and a capacity are for steps that travel at once; leave out --slots "
+            "and --capacity-factor, or --overlap"
+        )
 
 
 def collect_prompts(
@@ -255,6 +320,22 @@ def _job_options(request: RunRequest) -> "JobOptions":
         check=request.check,
         trace=request.trace is not None,
         topics=tuple(topic for _, topic in request.prompts if topic is not None),
+        overlap=request.overlap,
+        timeline=request.timeline is not None,
+        overflow=_overflow_options(request),
+    )
+
+
+def _overflow_options(request: RunRequest) -> "OverflowOptions | None":
+    from bywash.models.overflow import OverflowOptions
+
+    if not request.slots and not request.capacity_factor:
+        return None
+    return OverflowOptions(
+        slots=request.slots,
+        capacity_factor=request.capacity_factor,
+        alpha_1024=round((DEFAULT_ALPHA if request.alpha is None else request.alpha) * 1024),
+        break_even=request.break_even or 1,
     )
 
 
@@ -269,11 +350,15 @@ def _report(request: RunRequest, options: "JobOptions", results: list["RankResul
     if options.check:
         console.phase("checking against one process and against transformers")
         logits = {p: part for r in results for p, part in r.generation.prefill_logits.items()}
-        report = check_run(options, tokens, logits, sum(r.router_mismatches or 0 for r in results))
+        report = check_run(
+            replace(options, device=results[0].device), tokens, logits, sum(r.router_mismatches or 0 for r in results)
+        )
     console.close()
     traces = [r.trace for r in results if r.trace is not None]
     if request.trace:
         merge_traces(traces).save(request.trace)
+    if request.timeline is not None:
+        _write_timeline(request, results)
     outcome = result_json(request.model, options, results, tokens, report)
     if request.json is not None:
         write_json(request.json, outcome)
@@ -283,3 +368,11 @@ def _report(request: RunRequest, options: "JobOptions", results: list["RankResul
     failures = report.failures(options.combine) if report else []
     if failures:
         raise BywashError("the check failed: " + "; ".join(failures))
+
+
+def _write_timeline(request: RunRequest, results: list["RankResult"]) -> None:
+    from bywash.report.timeline import chrome_trace, tracks_of
+
+    assert request.timeline is not None
+    notes = {"model": request.model, "overlap": request.overlap, "emulated": results[0].emulated}
+    write_json(request.timeline, chrome_trace(tracks_of([r.spans for r in results]), notes), "--timeline")

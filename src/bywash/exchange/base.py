@@ -15,6 +15,7 @@ Each half can be started and finished apart, so that other work runs in between:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,8 @@ class Traffic:
         wire_bytes: everything sent to other ranks: rows, index, weights, counts, headers.
         logical_bytes: bytes of one hidden row per (token, expert) pair, out and back, rank-local ones included:
             what an exchange without deduplication would be asked to carry.
+        weight_bytes: weights copied from here into other ranks' slots; not in `wire_bytes`.
+        host_bytes: what of `wire_bytes` left this host; None where the exchange does not tell it apart.
     """
 
     steps: int = 0
@@ -66,6 +69,8 @@ class Traffic:
     rows_returned: int = 0
     wire_bytes: int = 0
     logical_bytes: int = 0
+    weight_bytes: int = 0
+    host_bytes: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +146,28 @@ class Exchange(ABC):
     @abstractmethod
     def combine_finish(self, handle: Handle) -> Tensor:
         """Wait, and return [T, D]: each token's weighted sum over its experts, in the dtype of x_TD."""
+
+    def open_slots(self, slots: int, slot_bytes: int) -> Tensor:
+        """Room for the weights of foreign experts: this rank's, uint8 [slots, slot_bytes]. Every rank calls alike.
+
+        Raises:
+            ConfigError: this exchange copies no weights, or there is no memory for them.
+        """
+        raise ConfigError(f"exchange {self.name} copies no weights between ranks: use gloo or shm, or no slots")
+
+    def fetch(self, donor_RS: NDArray[np.int32], digest: int, read: Callable[[int, int], Tensor]) -> None:
+        """Copy weights into slots. Every rank calls, with the same arguments but for `read`.
+
+        Args:
+            donor_RS: int32 [R, S], the rank that has what each slot is to hold; -1 leaves the slot alone. Nobody
+                computes from the slots that are filled.
+            digest: of the plan that this is for.
+            read: (rank, slot) to uint8 [slot_bytes], what this rank has to put into that slot.
+
+        Raises:
+            PlanMismatchError, RankLostError: see `dispatch_start`.
+        """
+        raise ConfigError(f"exchange {self.name} copies no weights between ranks: use gloo or shm, or no slots")
 
     @abstractmethod
     def close(self) -> None:

@@ -7,6 +7,8 @@ weights, and one message back.
 Shapes: T tokens, K experts per token, D hidden, R ranks, N rows received, M pairs computed here.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bywash.balance import StepPlan
-from bywash.errors import PlanMismatchError
+from bywash.errors import ConfigError, PlanMismatchError
 from bywash.exchange.base import Exchange, Handle, Received
 from bywash.exchange.group import Group
+from bywash.exchange.mixed import add_mixed, mixed_outputs, mixed_rows_per_rank, outputs_per_row, read_ids, wire_ids
 from bywash.exchange.names import Combine
 from bywash.exchange.rows import SendList, pairs_per_rank, send_lists, weighted_sum
 from bywash.routing import Routing
@@ -28,6 +31,7 @@ class GlooExchange(Exchange):
     """Deduplicated rows by `all_to_all_single`, one destination's rows, ids and weights in one message."""
 
     name = "gloo"
+    _slots_SB: Tensor  # made by open_slots
 
     def __init__(self, group: Group, *, combine_mode: Combine = "exact") -> None:
         super().__init__(rank=group.rank, ranks=group.ranks, combine_mode=combine_mode)
@@ -44,12 +48,12 @@ class GlooExchange(Exchange):
     def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
         """See `Exchange.dispatch_start`."""
         handle = Handle(routing=routing, plan=plan)
-        lists = send_lists(routing, plan)
+        lists = send_lists(routing, plan, source=self.rank, mixed=self._mixed(plan))
         send_rows = [sent.tokens_N.numel() for sent in lists]
         counts_E = routing.counts_E()
-        recv_rows, counts_RE = self._agree_on_sizes(send_rows, plan, counts_E)
+        recv_rows, counts_RE = self._agree_on_sizes(send_rows, plan.digest, counts_E)
         record = _record_bytes(x_TD, routing.top_k)
-        send = torch.cat([_pack(x_TD, sent) for sent in lists])
+        send = torch.cat([_pack(x_TD, sent, routing.num_experts) for sent in lists])
         recv = torch.empty(sum(recv_rows), record, dtype=torch.uint8)
         handle.state.update(x_TD=x_TD, lists=lists, recv=recv, recv_rows=recv_rows, counts_RE=counts_RE)
         with self.group.blame("dispatching rows"):
@@ -64,6 +68,9 @@ class GlooExchange(Exchange):
         self._wait(handle, "waiting for dispatched rows")
         x_TD = handle.state["x_TD"]
         received = _unpack(handle.state, x_TD, handle.routing.top_k)
+        if self._mixed(handle.plan):
+            ids_NK, handle.state["alone_NK"] = read_ids(received.ids_NK, handle.routing.num_experts)
+            received = replace(received, ids_NK=ids_NK)
         handle.state["received"] = received
         self.traffic.steps += 1
         return received
@@ -78,6 +85,12 @@ class GlooExchange(Exchange):
             send_rows = [int(part.sum()) for part in pairs_N.split(received.rows_from_R)]
             recv_rows = pairs_per_rank(lists)
             send = y_MD
+        elif self._mixed(handle.plan):
+            alone_NK = handle.state["alone_NK"]
+            outputs_N = torch.from_numpy(outputs_per_row(received.ids_NK, alone_NK))
+            send_rows = [int(part.sum()) for part in outputs_N.split(received.rows_from_R)]
+            recv_rows = mixed_rows_per_rank(lists)
+            send = mixed_outputs(y_MD, received.ids_NK, alone_NK, received.weights_NK)
         else:
             send_rows = received.rows_from_R
             recv_rows = [sent.tokens_N.numel() for sent in lists]
@@ -97,31 +110,64 @@ class GlooExchange(Exchange):
         self._wait(handle, "waiting for outputs")
         x_TD, lists = handle.state["x_TD"], handle.state["lists"]
         y = handle.state["recv"].view(x_TD.dtype).view(-1, x_TD.shape[1])
-        parts = y.split(handle.state["recv_rows"])
-        out = (
-            _sum_exact(parts, lists, handle.routing) if self.combine_mode == "exact" else _sum_fast(parts, lists, x_TD)
-        )
+        recv_rows, routing = handle.state["recv_rows"], handle.routing
+        if self.combine_mode == "exact":
+            out = _sum_exact(y.split(recv_rows), lists, routing)
+        elif self._mixed(handle.plan):
+            first_R = [sum(recv_rows[:rank]) for rank in range(self.ranks)]
+            out = add_mixed(y, lists, first_R, routing.ids_TK, routing.weights_TK.detach(), handle.plan)
+        else:
+            out = _sum_fast(y.split(recv_rows), lists, x_TD)
         handle.state.clear()
         return out
+
+    def open_slots(self, slots: int, slot_bytes: int) -> Tensor:
+        """See `Exchange.open_slots`."""
+        try:
+            self._slots_SB = torch.empty(slots, slot_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # torch has no class of its own for CPU memory
+            raise ConfigError(
+                f"exchange gloo: rank {self.rank} has no memory for {slots} slots x {slot_bytes:,} B of an expert's "
+                f"weights; use fewer slots"
+            ) from error
+        return self._slots_SB
+
+    def fetch(self, donor_RS: NDArray[np.int32], digest: int, read: Callable[[int, int], Tensor]) -> None:
+        """See `Exchange.fetch`."""
+        self._agree_on_sizes([0] * self.ranks, digest, torch.empty(0, dtype=torch.int64))
+        gives = [np.flatnonzero(donor_S == self.rank).tolist() for donor_S in donor_RS]
+        takes = [np.flatnonzero(donor_RS[self.rank] == donor).tolist() for donor in range(self.ranks)]
+        rows = [read(rank, slot) for rank, slots in enumerate(gives) for slot in slots]
+        slot_bytes = self._slots_SB.shape[1]
+        send = torch.stack(rows) if rows else torch.empty(0, slot_bytes, dtype=torch.uint8)
+        recv = torch.empty(sum(map(len, takes)), slot_bytes, dtype=torch.uint8)
+        with self.group.blame("copying weights into slots"):
+            dist.all_to_all_single(recv, send, [len(slots) for slots in takes], [len(slots) for slots in gives])
+        self._slots_SB[[slot for slots in takes for slot in slots]] = recv
+        self.traffic.weight_bytes += send.numel()
+
+    def _mixed(self, plan: StepPlan) -> bool:
+        """Whether some outputs travel summed and others alone."""
+        return self.combine_mode == "stable" and plan.spilled > 0
 
     def close(self) -> None:
         """See `Exchange.close`. The group belongs to the caller and stays open."""
 
     def _agree_on_sizes(
-        self, send_rows: list[int], plan: StepPlan, counts_E: Tensor
+        self, send_rows: list[int], digest: int, counts_E: Tensor
     ) -> tuple[list[int], NDArray[np.int32]]:
         """Tell each rank how many rows it will get, under which plan, and the step's counts; return what arrived."""
-        sizes = torch.tensor([[rows, plan.digest] for rows in send_rows], dtype=torch.int64)
+        sizes = torch.tensor([[rows, digest] for rows in send_rows], dtype=torch.int64)
         send = torch.cat([sizes, counts_E.expand(self.ranks, -1)], dim=1)
         recv = torch.empty_like(send)
         with self.group.blame("agreeing on the plan"):
             dist.all_to_all_single(recv, send)
         self.traffic.wire_bytes += (self.ranks - 1) * send.shape[1] * 8
-        odd = [r for r in range(self.ranks) if int(recv[r, 1]) != plan.digest]
+        odd = [r for r in range(self.ranks) if int(recv[r, 1]) != digest]
         if odd:
             raise PlanMismatchError(
                 f"rank {odd[0]} planned this step differently (digest {int(recv[odd[0], 1]):#010x}, rank {self.rank} "
-                f"has {plan.digest:#010x}); no row was read. All ranks must run the same bywash with the same options",
+                f"has {digest:#010x}); no row was read. All ranks must run the same bywash with the same options",
                 odd,
             )
         return [int(rows) for rows in recv[:, 0]], recv[:, 2:].numpy().astype(np.int32)
@@ -149,8 +195,8 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return rows.contiguous().view(torch.uint8)
 
 
-def _pack(x_TD: Tensor, sent: SendList) -> Tensor:
-    parts: tuple[Any, ...] = (x_TD[sent.tokens_N], sent.ids_NK.to(torch.int32), sent.weights_NK)
+def _pack(x_TD: Tensor, sent: SendList, experts: int) -> Tensor:
+    parts: tuple[Any, ...] = (x_TD[sent.tokens_N], wire_ids(sent, experts).to(torch.int32), sent.weights_NK)
     return torch.cat([_as_bytes(part) for part in parts], dim=1)
 
 

@@ -2,7 +2,8 @@
 
 Built on torch.distributed's store and gloo. When a wait fails, the survivors first look at the process table
 (same host), then call the roll through the store: a rank that does not answer is named. Nothing here costs
-anything while all goes well. Knows nothing of tokens or plans; exchanges and the model runner hold a `Group`.
+anything while all goes well, but for the two looks a second of `roll_call` in a job on several hosts. Knows nothing of
+tokens or plans; exchanges and the model runner hold a `Group`.
 """
 
 import json
@@ -18,10 +19,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bywash.errors import BywashError, ConfigError, ExchangeError, RankLostError
+from bywash.errors import BywashError, ConfigError, ExchangeError, PlanMismatchError, RankLostError
+from bywash.exchange.host_map import HostMap
 from bywash.exchange.names import DEADLINE_S
+from bywash.exchange.roll_call import RollCall, StoreLostError
 
 _ROLL_CALL_S = 1.5
+_LATE = "late: it did not arrive before the deadline"
+_SILENT = "silent: it answers no roll call (gone, stopped, or cut off)"
 PATIENCE_S = 3600.0
 """How long ranks wait for each other where one may honestly take much longer than another: loading weights."""
 
@@ -33,6 +38,11 @@ class Peer:
     pid: int
     host: str
     started: str
+
+    @property
+    def host_name(self) -> str:
+        """The name that people call the host by."""
+        return self.host.partition("/")[0]
 
     def state(self) -> str:
         """`running`, `stopped` or `gone`, as the process table of this host says."""
@@ -63,6 +73,8 @@ class Group:
         self._store = dist.PrefixStore("bywash", store)
         self._store.set_timeout(timedelta(seconds=deadline_s))
         self._shares = 0
+        self._roll: RollCall | None = None
+        self._silent: set[int] = set()
         self.peers: list[Peer] = []
         me = _this_process()
         self._store.set(f"peer/{rank}", json.dumps({"pid": me.pid, "host": me.host, "started": me.started}))
@@ -71,6 +83,18 @@ class Group:
             dist.init_process_group(
                 "gloo", store=self._store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline_s)
             )
+        if self.hosts.hosts > 1:
+            self._roll = RollCall(self._store, rank, ranks)
+
+    @property
+    def store(self) -> dist.Store:
+        """Where ranks leave each other word."""
+        return self._store
+
+    @property
+    def hosts(self) -> HostMap:
+        """Which ranks share a host: its process table and its network."""
+        return HostMap.of([peer.host for peer in self.peers])
 
     def agree(self, **facts: object) -> None:
         """Check that every rank was started with the same `facts` (names to JSON values).
@@ -109,7 +133,12 @@ class Group:
     def late(self, ranks: list[int], during: str) -> RankLostError:
         """The error for ranks that did not answer in time, with the reason where the process table shows one."""
         sick = self.sick()
-        return self.lost({r: sick.get(r, "late: it did not arrive before the deadline") for r in ranks}, during)
+        return self.lost({r: sick.get(r, _LATE) for r in ranks}, during)
+
+    def tell(self, error: BywashError) -> None:
+        """Leave word of why this rank gives up, for ranks of other hosts, who would take it for lost."""
+        if self._roll is not None:
+            self._roll.tell(type(error).__name__, str(error), getattr(error, "ranks", ()))
 
     @contextmanager
     def blame(self, during: str) -> Iterator[None]:
@@ -121,10 +150,15 @@ class Group:
             raise
         except (RuntimeError, dist.DistError) as error:
             waited = time.monotonic() - start
-            raise self._verdict(f"{during} (waited {waited:.1f} s of {self.deadline_s:g} s)") from error
+            found = self.verdict(f"{during} (waited {waited:.1f} s of {self.deadline_s:g} s)")
+            self.tell(found)
+            raise found from error
 
     def close(self) -> None:
         """Leave the group. Safe to call twice and after an error."""
+        if self._roll is not None:
+            self._roll.leave(self._silent)
+            self._roll = None
         if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -160,8 +194,10 @@ class Group:
         states = {rank: peer.state() for rank, peer in local.items()}
         return {rank: state for rank, state in states.items() if state != "running"}
 
-    def _verdict(self, during: str) -> ExchangeError:
-        """Find out who did not answer. Takes at most the time of one roll call."""
+    def verdict(self, during: str) -> BywashError:
+        """Find out who did not answer. Takes at most the time of one roll call and of asking what was told."""
+        if self._roll is not None:
+            return self._verdict_across_hosts(self._roll, during)
         answering: set[int] = set()
         end = time.monotonic() + _ROLL_CALL_S
         try:
@@ -177,17 +213,57 @@ class Group:
             return self.lost(sick, during)
         late = sorted(set(range(self.ranks)) - answering)
         if late:
-            return self.lost({r: "late: it did not arrive before the deadline" for r in late}, during)
+            return self.lost({r: _LATE for r in late}, during)
         return ExchangeError(f"rank {self.rank}: the exchange failed while {during}, with every rank alive")
+
+    def _verdict_across_hosts(self, roll: RollCall, during: str) -> BywashError:
+        """A silent rank is lost, unless it has left word of whom it missed itself."""
+        try:
+            silent = set(range(self.ranks)) - roll.call()
+            told = roll.told(silent)
+        except StoreLostError:
+            return self.store_lost(during)
+        for rank, word in sorted(told.items()):
+            text = f"{word['text']}; rank {rank} told rank {self.rank} while {during}"
+            if word["kind"] == PlanMismatchError.__name__:
+                return PlanMismatchError(text, word["ranks"])
+            if word["kind"] not in (RankLostError.__name__, ExchangeError.__name__):
+                return ConfigError(text)
+        sick = self.sick()
+        named = {r for word in told.values() for r in word["ranks"]} - {self.rank}
+        lost = {r: sick.get(r, _SILENT) for r in (silent - told.keys()) | named}
+        if lost:
+            self._silent = set(lost)
+            return self.lost(lost, during)
+        return ExchangeError(
+            f"rank {self.rank}: the exchange failed while {during}, with every rank alive: the network between "
+            "hosts is too slow or loses packets (--deadline sets the wait)"
+        )
+
+    def store_lost(self, during: str) -> ExchangeError:
+        """The error for a store that does not answer: its host, the first, is gone or cut off."""
+        first, sick = self.hosts.members[0], self.sick()
+        if self.rank not in first:
+            sick = dict.fromkeys(first, "silent: the job's store, on its host, does not answer (gone or cut off)")
+        if sick:
+            return self.lost(sick, during)
+        return ExchangeError(f"rank {self.rank}: the job's store does not answer while {during}")
 
     def lost(self, culprits: Mapping[int, str], during: str) -> RankLostError:
         """The error that names each culprit with its state, as `sick` gives it."""
         words = {"gone": "gone (killed, or exited with an error of its own)", "stopped": "stopped (SIGSTOP)"}
-        texts = []
+        texts = [f"host {name} is lost" for name in self._lost_hosts(culprits)]
         for rank, state in sorted(culprits.items()):
             where = f"pid {self.peers[rank].pid}" if rank < len(self.peers) else "not joined"
+            if self.hosts.hosts > 1:
+                where += f" on host {self.peers[rank].host_name}"
             texts.append(f"rank {rank} ({where}) is {words.get(state, state)}")
         return RankLostError(f"{'; '.join(texts)}; seen by rank {self.rank} while {during}", sorted(culprits))
+
+    def _lost_hosts(self, culprits: Mapping[int, str]) -> list[str]:
+        """The names of hosts of which no rank is left."""
+        hosts = self.hosts.members if self.hosts.hosts > 1 else ()
+        return [self.peers[ranks[0]].host_name for ranks in hosts if set(ranks) <= culprits.keys()]
 
 
 def _listed(ranks: list[int]) -> str:
@@ -204,10 +280,12 @@ def _proc_stat(pid: int) -> tuple[str, str] | None:
 
 
 def _host_identity() -> str:
-    """One text per process table: host, boot and pid namespace."""
+    """One text per process table and network: host, boot, pid and network namespace."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+        # Ranks of two network namespaces cannot reach each other's abstract sockets, by which they share memory.
+        spaces = "/".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+        return f"{socket.gethostname()}/{boot}/{spaces}"
     return f"{socket.gethostname()}/unknown"
 
 

@@ -4,6 +4,7 @@ It is the reference for what `exact` must give bit for bit on any number of rank
 """
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -40,6 +41,8 @@ class LocalExchange(Exchange):
         handle.advance("dispatch_finish", "combine_start")
         x_TD = handle.state["x_TD"]
         (sent,) = send_lists(handle.routing, handle.plan)
+        if x_TD.device.type != "cpu":
+            sent = sent.to(x_TD.device)
         handle.state["sent"] = sent
         self.traffic.steps += 1
         pairs = int((sent.ids_NK >= 0).sum())
@@ -49,7 +52,7 @@ class LocalExchange(Exchange):
             ids_NK=sent.ids_NK,
             weights_NK=sent.weights_NK,
             rows_from_R=[sent.tokens_N.numel()],
-            counts_RE=handle.routing.counts_E().numpy().astype(np.int32)[None, :],
+            counts_RE=handle.routing.counts_E().cpu().numpy().astype(np.int32)[None, :],
         )
 
     def combine_start(self, handle: Handle, y_MD: Tensor) -> None:
@@ -66,6 +69,10 @@ class LocalExchange(Exchange):
         out[sent.tokens_N] = weighted_sum(handle.state["y_MD"], sent.ids_NK, sent.weights_NK)
         handle.state.clear()
         return out
+
+    def open_slots(self, slots: int, slot_bytes: int) -> Tensor:
+        """See `Exchange.open_slots`. One rank owns every expert, so that no plan ever fills them."""
+        return torch.empty(slots, slot_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
         """See `Exchange.close`."""

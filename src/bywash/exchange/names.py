@@ -4,6 +4,7 @@ from typing import Literal
 
 Combine = Literal["exact", "stable", "fast"]
 COMBINES: tuple[Combine, ...] = ("exact", "stable", "fast")
-EXCHANGES = ("auto", "local", "gloo", "shm", "peer")
+DeviceKind = Literal["cpu", "cuda"]
+EXCHANGES = ("auto", "local", "gloo", "shm", "peer", "hierarchical")
 DEADLINE_S = 60.0
 """Default for every wait on other ranks: far above any step, short enough that an operator sees the error."""

@@ -3,8 +3,9 @@
 Every call only launches kernels on torch's current stream. Counts, plan, epochs and token counts stay on the device;
 failures too, until `check` asks. docs/gpu-exchange.md explains the protocol, `kernels/*.cu` carry it out.
 
-Shapes: T tokens of this rank, K experts per token, D hidden, R ranks, E experts, L experts of this rank, P places for
-received rows (place = source * most tokens + token), M pairs (row, expert) computed here.
+Shapes: T tokens of this rank, K experts per token, D hidden, G groups of 128 columns, R ranks, E experts, L experts of
+this rank, P places for received rows (place = source * most tokens + token), M pairs (row, expert) computed here, C
+capacity of an expert's batch.
 """
 
 import ctypes
@@ -15,43 +16,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from bywash.balance.plan import digest32
 from bywash.errors import BywashError, ConfigError
 from bywash.exchange.names import Combine
 from bywash.exchange.peer_errors import read_failure
-from bywash.exchange.peer_layout import GENERATIONS, PeerLayout
-from bywash.kernels import KernelShape, load_kernels
-from bywash.kernels.compile import MAX_CHUNKS
+from bywash.exchange.peer_layout import (
+    DEADLINE_WORD,
+    DIGEST_WORD,
+    FAILURE_WORDS,
+    GENERATIONS,
+    STATE_WORDS,
+    PeerLayout,
+)
+from bywash.exchange.peer_tensors import GPU, DeviceReceived, ExpertBatches, expect, padded
+from bywash.kernels import load_kernels
+from bywash.kernels.compile import MAX_BLOCKS
 from bywash.memory.cuda_heap import open_cuda_heaps
 from bywash.memory.rendezvous import Members
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_FAILURE_WORDS, _DEADLINE_WORD, _STATE_WORDS, _DIGEST_WORD = 5, 4, 4 + MAX_CHUNKS, 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceReceived:
-    """What arrived, ready for a grouped GEMM that gathers. All on the device; M is known there only.
-
-    Attributes:
-        rows_PD: [P, padded D], each token once, at the place (source, token); other places hold old rows.
-        index_M: int32 [capacity], the place that each pair reads: by expert, then source, then token.
-        ends_L: int32 [L], one past each local expert's last pair: the offsets of `grouped_mm`.
-        starts_E: int32 [E + 1], the first pair of every expert; the last is M.
-        m_PK: int32 [P, K], where in M each pair stands, -1 if it is computed elsewhere. Valid below tokens_R.
-        counts_RE: int32 [R, E].
-        tokens_R: int32 [R].
-    """
-
-    rows_PD: Tensor
-    index_M: Tensor
-    ends_L: Tensor
-    starts_E: Tensor
-    m_PK: Tensor
-    counts_RE: Tensor
-    tokens_R: Tensor
+__all__ = ["DeviceReceived", "ExpertBatches", "PeerDevice"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,8 +50,10 @@ class _Channel:
     slot_E: Tensor
     state: Tensor
     tokens: Tensor
+    experts_here: int = 0
     kept: tuple[Tensor, ...] = ()
     held: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
 
 
 class PeerDevice:
@@ -94,9 +80,9 @@ class PeerDevice:
             layout: sizes, equal on all ranks.
             rank_E: int32 [E], the home of every expert.
             combine_mode: see `Exchange`.
-            num_sms: multiprocessors that a kernel may take. By default all: the exchange is then the only thing that
-                can run, and the wire needs many (two H200: 321 GB/s with 32, 360 GB/s with 132).
-            build: for tests and tuning: `fault`, `chunks`, `senders` or `tail` of `KernelShape`.
+            num_sms: multiprocessors that a kernel may take, the same on all ranks; 0 for
+                `PeerLayout.multiprocessors`.
+            build: for tests and tuning: other fields of `KernelShape`, such as `fault`.
 
         Raises:
             ConfigError: no GPU or package, shapes that differ between ranks, memory that does not fit, no peer access.
@@ -104,27 +90,20 @@ class PeerDevice:
         """
         if not torch.cuda.is_available():
             raise ConfigError("exchange peer: no CUDA device is visible; use --exchange shm or gloo on CPUs")
-        if layout.dtype not in _DTYPES:
-            raise ConfigError(f"exchange peer: rows of {layout.dtype}; float32, bfloat16 or float16")
+        layout.check_use(members.ranks, combine_mode)
         self.rank, self.ranks, self.layout = members.rank, members.ranks, layout
         self._members = members
-        shape = KernelShape(
-            ranks=layout.ranks,
-            experts=layout.experts,
-            top_k=layout.top_k,
-            vecs=layout.vecs,
-            dtype=_DTYPES[layout.dtype],
-            exact=combine_mode == "exact",
-            **(build or {}),
-        )
-        self._kernels = load_kernels(shape)
-        facts = {"heap layout": layout.arithmetic, "--combine": combine_mode, "experts": layout.experts}
-        self._heaps = open_cuda_heaps(members, layout.heap_bytes, arithmetic=layout.arithmetic, facts=facts)
+        self._kernels = load_kernels(layout.kernel_shape(**(build or {})))
+        self.early_launch = torch.cuda.get_device_capability() >= (9, 0)  # see `Kernels.launch`; off to compare
         sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        self.num_sms = min(num_sms, sms) if num_sms > 0 else sms
+        # Peers look for a flag of each block, so all must launch as many: read before every launch, for tuning.
+        self.num_sms = min(num_sms, sms, MAX_BLOCKS) if num_sms > 0 else layout.multiprocessors(sms)
+        facts = {"heap layout": layout.arithmetic, "--combine": combine_mode, "experts": layout.experts}
+        facts.update({"fp8": layout.fp8, "num_sms": self.num_sms})
+        self._heaps = open_cuda_heaps(members, layout.heap_bytes, arithmetic=layout.arithmetic, facts=facts)
         with torch.inference_mode(False):  # buffers outlive the model's inference mode
-            self._failure = torch.zeros(_FAILURE_WORDS, dtype=torch.int64, device="cuda")
-            self._failure[_DEADLINE_WORD] = int(members.deadline_s * 1e9)
+            self._failure = torch.zeros(FAILURE_WORDS, dtype=torch.int64, device=GPU)
+            self._failure[DEADLINE_WORD] = int(members.deadline_s * 1e9)
             self._channels = [self._open_channel(generation) for generation in range(GENERATIONS)]
         for generation in range(GENERATIONS):
             first_counts = np.zeros(layout.ranks * layout.experts, dtype=np.int32)
@@ -135,13 +114,18 @@ class PeerDevice:
         """Say who computes each expert in the next steps of a generation, and the digest they are sent under.
 
         A step that counts first replaces the digest by its own.
+
+        Raises:
+            ConfigError: not one rank for each expert.
         """
+        self.layout.check_home(rank_E)
         channel = self._channels[generation]
         mine = rank_E == self.rank
         slots = np.where(mine, np.cumsum(mine) - 1, -1).astype(np.int32)
+        channel.experts_here = int(mine.sum())
         channel.rank_E.copy_(torch.from_numpy(rank_E.astype(np.int32)))
         channel.slot_E.copy_(torch.from_numpy(slots))
-        channel.state[_DIGEST_WORD] = digest - (digest >> 31 << 32)
+        channel.state[DIGEST_WORD] = digest - (digest >> 31 << 32)
 
     def dispatch(
         self,
@@ -149,12 +133,13 @@ class PeerDevice:
         ids_TK: Tensor,
         weights_TK: Tensor,
         *,
+        scales_TG: Tensor | None = None,
         tokens: Tensor | None = None,
         generation: int = 0,
         counts_first: bool = True,
     ) -> DeviceReceived:
         """Both halves in one launch: the shortest way when nothing runs in between."""
-        self._prepare(x_TD, ids_TK, weights_TK, tokens, generation, counts_first)
+        self._prepare(x_TD, ids_TK, weights_TK, scales_TG, tokens, generation, counts_first)
         return self._received("dispatch_both", generation)
 
     def dispatch_start(
@@ -163,6 +148,7 @@ class PeerDevice:
         ids_TK: Tensor,
         weights_TK: Tensor,
         *,
+        scales_TG: Tensor | None = None,
         tokens: Tensor | None = None,
         generation: int = 0,
         counts_first: bool = True,
@@ -173,21 +159,46 @@ class PeerDevice:
             x_TD: [T or more, D] on the device. Inputs must stay unchanged until the combine has finished.
             ids_TK: int64 [T or more, K], -1 for none.
             weights_TK: float32 [T or more, K].
+            scales_TG: float32 [T or more, G] if `x_TD` is float8_e4m3fn already, for an exchange opened with fp8.
             tokens: int32 [1] on the device, T; by default the rows of `x_TD`. Give it to replay a captured graph
                 with another number of tokens.
             generation: which channel.
             counts_first: gather all counts and plan on the device before the release flag (prefill); otherwise the
                 rows are sent under the channel's last plan and nobody is waited for (decode).
         """
-        self._prepare(x_TD, ids_TK, weights_TK, tokens, generation, counts_first)
+        self._prepare(x_TD, ids_TK, weights_TK, scales_TG, tokens, generation, counts_first)
         self._launch("dispatch_send", generation)
 
     def dispatch_finish(self, generation: int = 0) -> DeviceReceived:
         """Wait, on the device, for the rows of all ranks, and build the index."""
         return self._received("dispatch_receive", generation)
 
+    def batch(self, capacity: int, *, generation: int = 0) -> ExpertBatches:
+        """The received rows by expert, C for each, after a dispatch; combine then takes outputs [L * C, D].
+
+        An expert with more rows than C is never cut: it is a failure that `check` raises as a `ConfigError`, and no
+        output is sent.
+
+        Args:
+            capacity: C.
+            generation: which channel.
+
+        Raises:
+            ConfigError: a negative capacity.
+        """
+        if capacity < 0:
+            raise ConfigError(f"exchange peer: batches of {capacity} rows; at least 0")
+        channel = self._channels[generation]
+        with torch.inference_mode(False):
+            index_LC = torch.empty((channel.experts_here, capacity), dtype=torch.int32, device=GPU)
+            counts_L = torch.empty(channel.experts_here, dtype=torch.int32, device=GPU)
+        addresses = {"index_LC": index_LC.data_ptr(), "counts_L": counts_L.data_ptr()}
+        self._kernels.set(channel.parameters, capacity=capacity, **addresses)
+        self._launch("dispatch_batch", generation)
+        return ExpertBatches(index_LC=index_LC, counts_L=counts_L)
+
     def combine(self, y_MD: Tensor, *, generation: int = 0) -> Tensor:
-        """Both halves in one launch. `y_MD`: expert outputs in the order of `index_M`."""
+        """Both halves in one launch. `y_MD`: expert outputs in the order of `index_M`, or after `batch` [L * C, D]."""
         out = self._prepare_combine(y_MD, generation)
         self._launch("combine_both", generation)
         return out
@@ -201,6 +212,14 @@ class PeerDevice:
     def combine_finish(self, generation: int = 0) -> None:
         """Wait, on the device, and sum into the tensor that `combine_start` returned. Rows past T are not written."""
         self._launch("combine_receive", generation)
+
+    def let_go(self, generation: int) -> None:
+        """Drop the references to a step's tensors once its combine is launched on the stream that uses them.
+
+        Without it they are kept until the next step of the generation, for callers with several streams.
+        """
+        channel = self._channels[generation]
+        channel.held, channel.outputs = (), ()
 
     def check(self) -> None:
         """Wait for the device and raise what went wrong on it, if anything did. Kernels after a failure do nothing.
@@ -224,7 +243,7 @@ class PeerDevice:
 
     def digest(self, generation: int) -> int:
         """Of the plan that the generation's last rows were sent under. For tests: it waits for the device."""
-        return int(self._channels[generation].state[_DIGEST_WORD]) & 0xFFFFFFFF
+        return int(self._channels[generation].state[DIGEST_WORD]) & 0xFFFFFFFF
 
     def own_slots(self, generation: int) -> Tensor:
         """This rank's output slots [T, K or R, padded D]. For tests: nobody writes them before the next dispatch."""
@@ -244,11 +263,17 @@ class PeerDevice:
         offsets = layout.offsets(generation)
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device="cuda")
+            return torch.zeros(shape, dtype=torch.int32, device=GPU)
 
         # Index entries past M are old ones or zero: always places that exist, so gathering up to the capacity is safe.
+        rows_PD = own.tensor(offsets["at_rows"], (places, layout.sent_bytes), torch.uint8)
+        scales_PG = None
+        if layout.groups:
+            scales_PG = own.tensor(offsets["at_scales"], (places, layout.scale_bytes // 4), torch.float32)
+            scales_PG = scales_PG[:, : layout.groups]
         received = DeviceReceived(
-            rows_PD=own.tensor(offsets["at_rows"], (places, layout.padded), layout.dtype),
+            rows_PD=rows_PD.view(torch.float8_e4m3fn if layout.groups else layout.dtype),
+            scales_PG=scales_PG,
             index_M=zeros(places * top_k),
             ends_L=zeros(experts),
             starts_E=zeros(experts + 1),
@@ -257,7 +282,7 @@ class PeerDevice:
             tokens_R=zeros(ranks),
         )
         pairs_PK = own.tensor(offsets["at_pairs"], (places, top_k), torch.int64)
-        pair_M, mask_T, state, tokens = zeros(places * top_k), zeros(layout.tokens), zeros(_STATE_WORDS), zeros(1)
+        pair_M, mask_T, state, tokens = zeros(places * top_k), zeros(layout.tokens), zeros(STATE_WORDS), zeros(1)
         rank_E, slot_E = zeros(experts), zeros(experts)
         tensors = {
             "failure": self._failure,
@@ -292,6 +317,7 @@ class PeerDevice:
         x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
+        scales_TG: Tensor | None,
         tokens: Tensor | None,
         generation: int,
         counts_first: bool,
@@ -299,16 +325,15 @@ class PeerDevice:
         """Check shapes, then fill in the parameters of the step."""
         channel, layout = self._channels[generation], self.layout
         rows = x_TD.shape[0]
-        expected = {"x": (x_TD, (rows, layout.hidden), layout.dtype)}
-        expected["ids"] = (ids_TK, (rows, layout.top_k), torch.int64)
-        expected["weights"] = (weights_TK, (rows, layout.top_k), torch.float32)
-        for name, (tensor, shape, dtype) in expected.items():
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_cuda:
-                raise ConfigError(
-                    f"exchange peer: {name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, not "
-                    f"{list(shape)} {dtype} on the GPU; the exchange was opened for hidden {layout.hidden}, "
-                    f"top-{layout.top_k}"
-                )
+        if scales_TG is not None and not layout.groups:
+            raise ConfigError("exchange peer: rows with scales, but the exchange was opened without fp8")
+        dtype = layout.dtype if scales_TG is None else torch.float8_e4m3fn
+        expect("x", x_TD, (rows, layout.hidden), dtype)
+        expect("ids", ids_TK, (rows, layout.top_k), torch.int64)
+        expect("weights", weights_TK, (rows, layout.top_k), torch.float32)
+        if scales_TG is not None:
+            expect("scales", scales_TG, (rows, layout.groups), torch.float32)
+            scales_TG = scales_TG.contiguous()
         if rows > layout.tokens:
             raise ConfigError(
                 f"exchange peer: a step of {rows} tokens, the heap was opened for {layout.tokens}; open the exchange "
@@ -317,40 +342,35 @@ class PeerDevice:
         if tokens is None:
             channel.tokens.fill_(rows)
             tokens = channel.tokens
-        x_TD, ids_TK, weights_TK = self._rows(x_TD), ids_TK.contiguous(), weights_TK.contiguous()
+        expect("tokens", tokens, (1,), torch.int32)
+        x_TD = padded(x_TD, layout.padded if scales_TG is None else layout.sent_bytes)
+        ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
         self._kernels.set(
             channel.parameters,
             x=x_TD.data_ptr(),
+            scales=0 if scales_TG is None else scales_TG.data_ptr(),
             ids=ids_TK.data_ptr(),
             weights=weights_TK.data_ptr(),
             tokens=tokens.data_ptr(),
             room=rows,
             counts_first=int(counts_first),
         )
-        channel.held = (x_TD, ids_TK, weights_TK, tokens)
+        channel.held = (x_TD, ids_TK, weights_TK, tokens) + (() if scales_TG is None else (scales_TG,))
 
     def _prepare_combine(self, y_MD: Tensor, generation: int) -> Tensor:
         channel, layout = self._channels[generation], self.layout
-        if y_MD.dim() != 2 or y_MD.shape[1] != layout.hidden or y_MD.dtype != layout.dtype or not y_MD.is_cuda:
-            raise ConfigError(
-                f"exchange peer: outputs {list(y_MD.shape)} {y_MD.dtype} on {y_MD.device}; "
-                f"[pairs, {layout.hidden}] {layout.dtype} on the GPU are needed"
-            )
-        y_MD = self._rows(y_MD)
+        if not channel.held:
+            raise ConfigError(f"exchange peer: combine before any dispatch in generation {generation}")
+        expect("outputs", y_MD, (y_MD.shape[0], layout.hidden), layout.dtype)
+        y_MD = padded(y_MD, layout.padded)
         out = torch.empty((channel.held[0].shape[0], layout.padded), dtype=layout.dtype, device=y_MD.device)
         self._kernels.set(channel.parameters, y=y_MD.data_ptr(), out=out.data_ptr())
-        channel.held = (*channel.held[:4], y_MD, out)
+        channel.outputs = (y_MD, out)
         return out[:, : layout.hidden]
-
-    def _rows(self, rows_ND: Tensor) -> Tensor:
-        """Rows padded to whole vectors and aligned, by a copy where they are not."""
-        missing = self.layout.padded - self.layout.hidden
-        rows_ND = F.pad(rows_ND, (0, missing)) if missing else rows_ND.contiguous()
-        return rows_ND if rows_ND.data_ptr() % 16 == 0 else rows_ND.clone()
 
     def _received(self, kernel: str, generation: int) -> DeviceReceived:
         self._launch(kernel, generation)
         return self._channels[generation].received
 
     def _launch(self, kernel: str, generation: int) -> None:
-        self._kernels.launch(kernel, self.num_sms, self._channels[generation].parameters)
+        self._kernels.launch(kernel, self.num_sms, self._channels[generation].parameters, early=self.early_launch)

@@ -6,6 +6,7 @@ The device only knows codes and masks of ranks; this file has the words. `peer_d
 from enum import IntEnum
 
 from bywash.errors import BywashError, ConfigError, PlanMismatchError, RankLostError
+from bywash.kernels.router import NOT_FINITE
 from bywash.memory.rendezvous import Members
 
 PHASES = ("sending rows", "waiting for dispatched rows", "sending outputs", "waiting for outputs")
@@ -20,6 +21,14 @@ class Code(IntEnum):
     TOO_MANY_TOKENS = 3
     BAD_EXPERT = 4
     TOLD = 5
+    OVER_CAPACITY = 6
+
+
+_MISTAKES = {
+    Code.TOO_MANY_TOKENS: "brought more tokens than the heap has room for",
+    Code.BAD_EXPERT: "named no expert",
+    Code.OVER_CAPACITY: "had more rows for an expert than its batch has room for",
+}
 
 
 def read_failure(words: list[int], members: Members) -> BywashError | None:
@@ -41,8 +50,7 @@ def read_failure(words: list[int], members: Members) -> BywashError | None:
         return RankLostError(f"rank {named} did not arrive before the deadline; {told}", ranks)
     if theirs == Code.MISMATCH:
         return PlanMismatchError(f"rank {named} planned this step differently; no row was read; {told}", ranks)
-    what = "brought more tokens than the heap has room for" if theirs == Code.TOO_MANY_TOKENS else "named no expert"
-    return ConfigError(f"exchange peer: rank {named} {what}; {told}")
+    return ConfigError(f"exchange peer: rank {named} {_MISTAKES[Code(theirs)]}; {told}")
 
 
 def _own(code: int, ranks: list[int], detail: int, during: str, members: Members) -> BywashError:
@@ -61,7 +69,25 @@ def _own(code: int, ranks: list[int], detail: int, during: str, members: Members
             f"exchange peer: rank {members.rank} was given {detail} tokens on the device, more than its input or the "
             "heap has rows"
         )
-    return ConfigError(f"exchange peer: rank {members.rank} was given expert id {detail}, which does not exist")
+    if code == Code.OVER_CAPACITY:
+        expert, rows = detail >> 32 & 0xFFFFFFFF, detail & 0xFFFFFFFF
+        return ConfigError(
+            f"exchange peer: rank {members.rank} has {rows} rows for expert {expert}, "
+            "more than the capacity of its batch; none was dropped and no output was sent. Give `batch` more capacity, "
+            "or use the index by expert"
+        )
+    return bad_expert("exchange peer", members.rank, detail)
+
+
+def bad_expert(who: str, rank: int, detail: int) -> ConfigError:
+    """For an id (its 64 bits, as the device writes them) that is no expert's."""
+    expert = detail - (1 << 64) if detail >> 63 else detail
+    if expert == NOT_FINITE:
+        return ConfigError(
+            f"{who}: a router of rank {rank} computed logits that are not finite; look at the hidden states that "
+            "entered it, and at the weights"
+        )
+    return ConfigError(f"{who}: rank {rank} was given expert id {expert}, which does not exist")
 
 
 def _ranks(mask: int) -> list[int]:

@@ -5,13 +5,18 @@ Knows nothing of processes or transports.
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bywash.balance import StepPlan
+from bywash.balance import StepPlan, ranks_of_pairs
 from bywash.routing import Routing
+
+Ids: TypeAlias = NDArray[np.int64]
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,22 +27,38 @@ class SendList:
         tokens_N: int64 [N], ascending; each token once.
         ids_NK: int64 [N, K], the expert where that rank computes the pair, -1 elsewhere.
         weights_NK: float32 [N, K].
+        alone_NK: bool [N, K], the pairs whose outputs travel back unsummed; None where that is all or none of them, as
+            the combine mode says.
     """
 
     tokens_N: Tensor
     ids_NK: Tensor
     weights_NK: Tensor
+    alone_NK: Tensor | None = None
+
+    def to(self, device: torch.device) -> "SendList":
+        """The same on another device."""
+        return SendList(
+            tokens_N=self.tokens_N.to(device), ids_NK=self.ids_NK.to(device), weights_NK=self.weights_NK.to(device)
+        )
 
 
-def send_lists(routing: Routing, plan: StepPlan) -> list[SendList]:
-    """One deduplicated `SendList` for each rank, from the plan's rank of every expert.
+def send_lists(routing: Routing, plan: StepPlan, *, source: int = 0, mixed: bool = False) -> list[SendList]:
+    """One deduplicated `SendList` for each rank, on the CPU, from where the plan computes each pair.
 
     Example: ids_TK = [[0, 1], [1, 2]] with rank_E = [0, 0, 1] sends tokens [0, 1] to rank 0 with
     ids [[0, 1], [1, -1]], and token [1] to rank 1 with ids [[-1, 2]].
+
+    Args:
+        routing: of the tokens of rank `source`.
+        plan: says which rank computes which of an expert's rows.
+        source: the rank whose tokens these are.
+        mixed: mark the pairs that travel back alone (`stable` with spilled rows; see `mixed.py`).
     """
-    ids_TK, weights_TK = routing.ids_TK.numpy(), routing.weights_TK.detach().numpy()
-    # numpy: a decode step has so few numbers that calls are what costs. "No expert" (-1) finds the rank appended last.
-    rank_TK = np.append(plan.rank_E, -1)[ids_TK]
+    ids_TK, weights_TK = routing.ids_TK.cpu().numpy(), routing.weights_TK.detach().cpu().numpy()
+    # numpy: a decode step has so few numbers that calls are what costs.
+    rank_TK = ranks_of_pairs(plan, source, ids_TK)
+    alone_TK = pairs_alone(plan, ids_TK, rank_TK) if mixed else None
     lists = []
     for rank in range(plan.rows_R.size):
         here_TK = rank_TK == rank
@@ -47,9 +68,23 @@ def send_lists(routing: Routing, plan: StepPlan) -> list[SendList]:
             tokens_N=torch.from_numpy(tokens),
             ids_NK=torch.from_numpy(ids_NK),
             weights_NK=torch.from_numpy(weights_TK[tokens]),
+            alone_NK=None if alone_TK is None else torch.from_numpy(alone_TK[tokens] & (ids_NK >= 0)),
         )
         lists.append(sent)
     return lists
+
+
+def pairs_alone(plan: StepPlan, ids_TK: Ids, rank_TK: Ids) -> Mask:
+    """bool [T, K]: the pairs of (token, home) groups of which any pair is computed away from its home.
+
+    Example: experts 0 and 1 at home on rank 0, 2 on rank 1. A token with ids [0, 1, 2] whose expert 1 runs on rank 1
+    gives [True, True, False].
+    """
+    home_TK = np.append(plan.rank_E, -1)[ids_TK]
+    moved_TK = rank_TK != home_TK
+    same_TKK = home_TK[:, :, None] == home_TK[:, None, :]
+    alone_TK: Mask = (same_TKK & moved_TK[:, None, :]).any(axis=2) & (ids_TK >= 0)
+    return alone_TK
 
 
 def weighted_sum(y_MD: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -60,7 +95,7 @@ def weighted_sum(y_MD: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """
     valid_NK = ids_NK >= 0
     position_NK = (valid_NK.reshape(-1).cumsum(0) - 1).view_as(ids_NK)
-    total = torch.zeros(ids_NK.shape[0], y_MD.shape[1], dtype=torch.float32)
+    total = torch.zeros(ids_NK.shape[0], y_MD.shape[1], dtype=torch.float32, device=y_MD.device)
     for k in range(ids_NK.shape[1]):
         rows = valid_NK[:, k].nonzero().squeeze(1)
         y = y_MD[position_NK[rows, k]].float()

@@ -11,6 +11,7 @@ network; this file the order of events in a step.
 
 import ctypes
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ from bywash.errors import ConfigError
 from bywash.exchange.base import Exchange, Handle, Received
 from bywash.exchange.group import Group
 from bywash.exchange.link import Links
+from bywash.exchange.mixed import add_mixed, mixed_outputs, mixed_rows_per_rank, outputs_per_row, read_ids, wire_ids
 from bywash.exchange.names import Combine
 from bywash.exchange.ordered_sum import OrderedSum
 from bywash.exchange.rows import SendList, pairs_per_rank, send_lists
@@ -45,6 +47,9 @@ class _Step:
         heap: the rows heap that the step uses; None until the first one is open.
         source_slot_R: where in each source's output slots this rank's outputs begin.
         received: what arrived.
+        plan, ids_TK: of the step.
+        mixed: some outputs travel summed and others alone.
+        alone_NK: which of the received pairs travel alone, in a mixed step.
     """
 
     number: int
@@ -56,8 +61,12 @@ class _Step:
     counts_E: NDArray[np.uint64]
     output_slot_R: list[int]
     heap: RowsHeap | None
+    plan: StepPlan
+    ids_TK: Tensor
+    mixed: bool
     source_slot_R: list[int] = field(default_factory=list)
     received: Received | None = None
+    alone_NK: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -96,7 +105,8 @@ class ShmExchange(Exchange):
         self._tokens = tokens
         self._rows: RowsHeap | None = None
         self._shape: tuple[int, int, int] | None = None
-        self._steps_begun = 0
+        self._steps_begun = self._fetches_begun = 0
+        self._slots: list[Tensor] = []
         self._in_flight: list[_Step | None] = [None] * GENERATIONS
 
     def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -123,7 +133,7 @@ class ShmExchange(Exchange):
         self._end.check_plans(Message.ROWS, step.number, step.digest)
         headers_R = [self._header(step, source) for source in range(self.ranks)]
         most = max(header[Header.TOKENS] for header in headers_R)
-        if step.heap is None or step.heap.layout.tokens < most:
+        if not self._fits(step, most):
             self._send_again(step, most)
         step.source_slot_R = [header[Header.OUTPUT_SLOT] for header in headers_R]
         step.received = self._collect(step, [header[Header.ROWS] for header in headers_R])
@@ -147,9 +157,11 @@ class ShmExchange(Exchange):
         handle.advance("combine_finish", "done")
         step: _Step = handle.state["step"]
         assert step.heap is not None, "dispatch_finish opens it"
+        if step.mixed:
+            return self._finish_mixed(handle, step)
         exact = self.combine_mode == "exact"
         # Where the terms of each token's sum will be: worked out before the wait, not after it.
-        at_TJ = _pair_slots(step) if exact else _partial_slots(step)
+        at_TJ = pair_slots(step) if exact else _partial_slots(step)
         self._end.await_flags(Message.OUTPUTS, step.number, "waiting for outputs")
         out_TD = torch.empty(step.x_TD.shape, dtype=step.x_TD.dtype)
         weights_TK = step.weights_TK.numpy() if exact else None
@@ -158,18 +170,49 @@ class ShmExchange(Exchange):
         handle.state.clear()
         return out_TD
 
+    def _finish_mixed(self, handle: Handle, step: _Step) -> Tensor:
+        assert step.heap is not None, "dispatch_finish opens it"
+        self._end.await_flags(Message.OUTPUTS, step.number, "waiting for outputs")
+        outputs_PD = step.heap.outputs[self.rank][step.generation]
+        out_TD = add_mixed(outputs_PD, step.lists, step.output_slot_R, step.ids_TK, step.weights_TK, step.plan)
+        self._in_flight[step.generation] = None
+        handle.state.clear()
+        return out_TD
+
+    def open_slots(self, slots: int, slot_bytes: int) -> Tensor:
+        """See `Exchange.open_slots`. They lie in a heap of their own, for the weights' homes to write into."""
+        self._slots = self._end.open_slots(slots, slot_bytes)
+        return self._slots[self.rank]
+
+    def fetch(self, donor_RS: NDArray[np.int32], digest: int, read: Callable[[int, int], Tensor]) -> None:
+        """See `Exchange.fetch`. Donors put; every rank tells every other when it has put all that it had to."""
+        number = self._fetches_begun
+        self._fetches_begun += 1
+        for peer in self._end.peers:
+            begun_ns, size = time.monotonic_ns(), 0
+            for slot in np.flatnonzero(donor_RS[peer] == self.rank).tolist():
+                self._slots[peer][slot].copy_(read(peer, slot))
+                size += self._slots[peer].shape[1]
+            self._end.signal(Message.WEIGHTS, number, digest, peer, size, begun_ns)
+            self.traffic.weight_bytes += size
+        self._end.await_flags(Message.WEIGHTS, number, "waiting for weights")
+        self._end.check_plans(Message.WEIGHTS, number, digest)
+
     def close(self) -> None:
         """See `Exchange.close`. The heaps go with the last view of them; the group stays open."""
         self._end.close()
         self._rows = None
+        self._slots = []
         self._in_flight = [None] * GENERATIONS
 
     def _begin(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> _Step:
         """Check the step against the exchange, and work out who gets what."""
         self._check_step(x_TD, routing, plan)
-        lists = send_lists(routing, plan)
-        exact = self.combine_mode == "exact"
-        sizes = pairs_per_rank(lists) if exact else [sent.tokens_N.numel() for sent in lists]
+        mixed = self.combine_mode == "stable" and plan.spilled > 0
+        lists = send_lists(routing, plan, source=self.rank, mixed=mixed)
+        sizes = [sent.tokens_N.numel() for sent in lists]
+        if mixed or self.combine_mode == "exact":
+            sizes = mixed_rows_per_rank(lists) if mixed else pairs_per_rank(lists)
         step = _Step(
             number=self._steps_begun,
             generation=self._steps_begun % GENERATIONS,
@@ -180,6 +223,9 @@ class ShmExchange(Exchange):
             counts_E=routing.counts_E().numpy().astype(np.uint64),
             output_slot_R=[sum(sizes[:rank]) for rank in range(self.ranks)],
             heap=self._rows,
+            plan=plan,
+            ids_TK=routing.ids_TK,
+            mixed=mixed,
         )
         self._steps_begun += 1
         self._in_flight[step.generation] = step
@@ -220,11 +266,11 @@ class ShmExchange(Exchange):
         begun_ns = time.monotonic_ns()
         sent, control, size = step.lists[peer], self._end.control, 0
         rows = sent.tokens_N.numel()
-        if step.heap is not None and step.x_TD.shape[0] <= step.heap.layout.tokens:
+        if step.heap is not None and self._fits(step, step.x_TD.shape[0]):
             heap, generation = step.heap, step.generation
             place = slice(self.rank * heap.layout.tokens, self.rank * heap.layout.tokens + rows)
             torch.index_select(step.x_TD, 0, sent.tokens_N, out=heap.rows[peer][generation][place])
-            heap.ids[peer][generation][place].copy_(sent.ids_NK)
+            heap.ids[peer][generation][place].copy_(wire_ids(sent, step.counts_E.size))
             heap.weights[peer][generation][place].copy_(sent.weights_NK)
             size = rows * (heap.layout.row_bytes + 8 * heap.layout.top_k)
             self.traffic.rows_sent += rows
@@ -237,13 +283,15 @@ class ShmExchange(Exchange):
 
     def _send_again(self, step: _Step, tokens: int) -> None:
         """Open a heap for `tokens` and send the step once more. All ranks saw the same headers, so all come here."""
-        if self._rows is None or self._rows.layout.tokens < tokens:
+        step.heap = self._rows
+        if not self._fits(step, tokens):
             hidden, top_k, dtype = step.shape
-            outputs = top_k if self.combine_mode == "exact" else min(self.ranks, top_k)
+            before = self._rows.layout if self._rows is not None else None
+            outputs = max(self._outputs_per_token(step), before.outputs_per_token if before else 0)
             self._rows = self._end.open_rows(
                 RowsLayout(
                     ranks=self.ranks,
-                    tokens=round_up_tokens(max(tokens, self._tokens)),
+                    tokens=round_up_tokens(max(tokens, self._tokens, before.tokens if before else 0)),
                     hidden=hidden,
                     top_k=top_k,
                     dtype=_DTYPES[dtype],
@@ -254,6 +302,18 @@ class ShmExchange(Exchange):
         for peer in self._end.peers:
             self._send_rows(step, peer, Message.ROWS_AGAIN)
         self._end.await_flags(Message.ROWS_AGAIN, step.number, "waiting for rows sent again into a larger heap")
+
+    def _outputs_per_token(self, step: _Step) -> int:
+        """Output slots that each token of a source may need: one for each output that travels."""
+        top_k = step.shape[1]
+        return top_k if step.mixed or self.combine_mode == "exact" else min(self.ranks, top_k)
+
+    def _fits(self, step: _Step, tokens: int) -> bool:
+        """Whether the step's heap has room for sources of `tokens` tokens. Every rank finds the same for the most."""
+        layout = step.heap.layout if step.heap is not None else None
+        return (
+            layout is not None and layout.tokens >= tokens and layout.outputs_per_token >= self._outputs_per_token(step)
+        )
 
     def _own_header(self, step: _Step, peer: int) -> list[int]:
         """What `peer` is told, in the order of `Header`."""
@@ -287,12 +347,16 @@ class ShmExchange(Exchange):
             at += rows
         ids, weights = heap.ids[me][generation], heap.weights[me][generation]
         places = [slice(source * room, source * room + rows) for source, rows in enumerate(rows_from_R)]
-        control = self._end.control
+        control, experts = self._end.control, step.counts_E.size
         counts = control.arrays[me]
         counts[control.layout.step_counts(generation, me)] = step.counts_E
+        own_ids_NK = wire_ids(own, experts)
+        ids_NK = torch.cat([own_ids_NK if r == me else ids[place].long() for r, place in enumerate(places)])
+        if step.mixed:
+            ids_NK, step.alone_NK = read_ids(ids_NK, experts)
         return Received(
             rows_ND=rows_PD[start:at],
-            ids_NK=torch.cat([own.ids_NK if r == me else ids[place].long() for r, place in enumerate(places)]),
+            ids_NK=ids_NK,
             weights_NK=torch.cat([own.weights_NK if r == me else weights[place] for r, place in enumerate(places)]),
             rows_from_R=rows_from_R,
             counts_RE=counts[control.layout.step_counts_of_all(generation)].reshape(self.ranks, -1).astype(np.int32),
@@ -307,6 +371,9 @@ class ShmExchange(Exchange):
         ready: Tensor | None = y_MD
         if self.combine_mode == "exact":
             ends_R = np.append(0, pairs_N)[ends_R]
+        elif step.alone_NK is not None:
+            ends_R = np.append(0, outputs_per_row(received.ids_NK, step.alone_NK).cumsum())[ends_R]
+            ready = mixed_outputs(y_MD, received.ids_NK, step.alone_NK, received.weights_NK)
         else:
             at_NK, weights_NK = _pair_places(received.ids_NK.numpy()), received.weights_NK.numpy()
             ready = self._sum_if_small(y_MD, at_NK, weights_NK)
@@ -352,7 +419,7 @@ def _check_outputs(step: _Step, y_MD: Tensor, pairs: int) -> None:
         )
 
 
-def _pair_slots(step: _Step) -> NDArray[np.int64]:
+def pair_slots(step: _Step) -> NDArray[np.int64]:
     """int64 [T, K]: the slot of each (token, expert) output, -1 for none. Each rank returns its pairs in order."""
     at_TK = np.full(step.weights_TK.shape, -1, dtype=np.int64)
     for sent, slot in zip(step.lists, step.output_slot_R, strict=True):

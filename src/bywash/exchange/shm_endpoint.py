@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bywash.errors import BywashError, ConfigError, ExchangeError, PlanMismatchError
 from bywash.exchange.group import Group
@@ -95,6 +97,17 @@ class ShmEndpoint:
         except BywashError as error:
             self.fail(error)
         return RowsHeap(heaps, layout)
+
+    def open_slots(self, slots: int, slot_bytes: int) -> list[Tensor]:
+        """Open heaps for weights: every rank's slots, uint8 [slots, slot_bytes]. Every rank calls alike."""
+        arithmetic = f"{slots} slots x {slot_bytes:,} B of an expert's weights"
+        try:
+            size = max(1, slots * slot_bytes)
+            heaps = open_heaps(self._group, size, arithmetic=arithmetic, facts={"slots": arithmetic})
+        except BywashError as error:
+            self.fail(error)
+        taken = slots * slot_bytes
+        return [torch.frombuffer(heap.buffer, dtype=torch.uint8)[:taken].view(slots, slot_bytes) for heap in heaps]
 
     def exchange_counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
         """Every rank's counts, [R, E]. Each travels in a word with its epoch: no flag, nothing to reset."""

@@ -32,6 +32,7 @@ class Message(IntEnum):
     ROWS = 1
     ROWS_AGAIN = 2
     OUTPUTS = 3
+    WEIGHTS = 4
 
 
 class Header(IntEnum):

@@ -2,7 +2,8 @@
 //
 // Knows nothing of processes: a peer is an address. `compile.py` puts this file in front of each kernel file and
 // defines the static shape: RANKS, EXPERTS, TOP_K, VECS (16-byte vectors of a row), DTYPE (0 float32, 1 bfloat16,
-// 2 float16), EXACT, CHUNKS, SENDERS, TAIL. No token count is static. No headers are included, so NVRTC needs no CUDA toolkit.
+// 2 float16), FP8 (how rows are sent: 0 as they are, 1 or 2 as e4m3 with scales, see peer_push.cu) and EXACT. No token
+// count is static. No headers are included, so NVRTC needs no CUDA toolkit.
 //
 // Names: T tokens of this rank, P = RANKS * max_tokens places for received rows (place = source * max_tokens + token),
 // M pairs (row, expert) computed here, sorted by expert, then source, then token.
@@ -15,9 +16,19 @@ typedef long long i64;
 #define THREADS 512
 #define WARPS (THREADS / 32)
 #define ALL_LANES 0xffffffffu
+#define MAX_BLOCKS 256  // of a grid: peers have room for a flag of each block, and of each of its warps
+#define MAX_WARPS (MAX_BLOCKS * WARPS)
 #define ROW_BYTES (VECS * 16ull)
+#define GROUPS ((VECS + 15) / 16)  // of 128 columns, with a scale each, when rows are sent as e4m3
+#if FP8
+#define SENT_VECS ((VECS + 1) / 2)
+#else
+#define SENT_VECS VECS
+#endif
+#define SENT_BYTES (SENT_VECS * 16ull)
+#define SCALE_BYTES ((GROUPS + 3) / 4 * 16ull)  // of a row
 #ifndef FAULT
-#define FAULT 0  // tests only: leave out 1 the system fences, 2 the wait for outputs, 3 the wait for rows
+#define FAULT 0  // tests only: leave out 1 the release of flags, 2 the wait for outputs, 3 the wait for rows
 #endif
 
 // Every field is 8 bytes; `launch.py` reads the names from here. Addresses, unless another type is named.
@@ -29,7 +40,8 @@ struct Params {
   u64 replan;        // number: 1 makes the next step's plan from this step's counts (with counts_first 0)
   u64 failure;       // Failure, one per exchange
   u64 state;         // State, one per generation
-  u64 x;             // rows [T, VECS]
+  u64 x;             // rows [T, VECS]; e4m3 rows [T, SENT_VECS] if `scales` is given
+  u64 scales;        // float [T, GROUPS], 0 unless the rows are quantised already
   u64 ids;           // int64 [T, TOP_K], -1 for none
   u64 weights;       // float [T, TOP_K]
   u64 tokens;        // int32, T: on the device, so that a captured graph replays with another
@@ -45,18 +57,22 @@ struct Params {
   u64 mask_T;        // u32 [T], out: which ranks compute something for the token
   u64 y;             // rows [M, VECS], expert outputs in the order of index_M
   u64 out;           // rows [T, VECS]
+  u64 capacity;      // number: rows of each expert's batch
+  u64 index_LC;      // int32 [this rank's experts, capacity], out: place of the row, -1 past the expert's last
+  u64 counts_L;      // int32 [this rank's experts], out
   u64 at_abort;      // offsets in every rank's heap from here on: u64 [RANKS], {code | ranks at fault}
   u64 at_cells;      // u64 [RANKS, EXPERTS], {epoch | count}
   u64 at_headers;    // u64 [RANKS], {epoch | tokens}
-  u64 at_row_flags;  // u64 [RANKS], {epoch | plan digest}: rows of that source may be read
-  u64 at_out_flags;  // u64 [CHUNKS, RANKS], {epoch | 0}: outputs of that rank for a chunk of tokens may be read
+  u64 at_row_flags;  // u64 [RANKS, MAX_BLOCKS], {epoch | plan digest}: what that block of that source sent may be read
+  u64 at_out_flags;  // u64 [RANKS, MAX_WARPS], {epoch | items}: how many items that warp of that rank has sent here
   u64 at_pairs;      // u64 [P, TOP_K], {weight | expert:12 | position:20}
-  u64 at_rows;       // rows [P, VECS]
+  u64 at_rows;       // rows [P, SENT_VECS]
+  u64 at_scales;     // float [P, SCALE_BYTES / 4], one for each group of 128 columns, if FP8
   u64 at_slots;      // rows [max_tokens, EXACT ? TOP_K : RANKS, VECS], owned by the source of the token
   u64 peer[RANKS];   // every rank's heap as mapped here
 };
 
-enum Code { NONE = 0, LATE = 1, MISMATCH = 2, TOO_MANY_TOKENS = 3, BAD_EXPERT = 4, TOLD = 5 };
+enum Code { NONE = 0, LATE = 1, MISMATCH = 2, TOO_MANY_TOKENS = 3, BAD_EXPERT = 4, TOLD = 5, OVER_CAPACITY = 6 };
 enum Phase { SEND_ROWS = 0, RECEIVE_ROWS = 1, SEND_OUTPUTS = 2, RECEIVE_OUTPUTS = 3 };
 
 struct Failure {
@@ -73,7 +89,7 @@ struct State {
   u32 outputs_epoch;        // of the last step whose outputs were sent
   u32 digest;               // of the plan that the next rows are sent under
   u32 rows_done;            // blocks that have sent their rows
-  u32 chunk_done[CHUNKS];   // blocks that have sent their outputs, by chunk
+  u32 outputs_done;         // blocks that have begun to send outputs
 };
 
 struct Vec {
@@ -104,18 +120,16 @@ __device__ __forceinline__ void store_release(u64 address, u64 word) {
 #endif
 }
 
-// Before a flag for peers: everything this thread has written or seen written comes first.
-__device__ __forceinline__ void fence_system() {
-#if FAULT != 1
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
+// A kernel launched early (see launch.py) may not touch memory before the kernel ahead of it has ended; then the one
+// behind it may be made ready. Nothing happens otherwise.
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Between the blocks of one device.
-__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-// Loads of rows are never under a condition: behind one, the compiler copies each result to another register at once and
-// so waits for it, and two loads are in flight where eight could be. Past the end, lanes load the last vector again.
+// Loads of rows are never under a condition: behind one, the compiler copies each result to another register at once
+// and so waits for it, and two loads are in flight, not eight. Past the end, lanes load the last vector again.
 
 // Inputs of this rank: nobody writes them during the kernel, so the read-only path is safe.
 __device__ __forceinline__ Vec load_input(u64 address) {
@@ -179,33 +193,35 @@ __device__ __noinline__ bool give_up(const Params& p, Phase phase, u32 source, u
   return true;
 }
 
-// Spin on a word of this rank's own heap until it belongs to `epoch`; 0 when the wait was given up.
-__device__ __forceinline__ u64 await(const Params& p, Phase phase, u64 offset, u32 epoch, u32 source) {
+// Spin on a word of this rank's own heap until it belongs to `epoch` and its low half is at least `least`; 0 when the
+// wait was given up.
+__device__ __forceinline__ u64 await(const Params& p, Phase phase, u64 offset, u32 epoch, u32 source, u32 least = 0) {
   u64 address = p.peer[p.rank] + offset, word = load_acquire(address);
 #if FAULT == 2
   if (phase == RECEIVE_OUTPUTS) return pack(epoch, (u32)word);
 #endif
-  if ((u32)(word >> 32) == epoch) return word;
+  if ((u32)(word >> 32) == epoch && (u32)word >= least) return word;
   u64 since = now_ns();
   for (u32 spins = 1;; ++spins) {
     word = load_acquire(address);
-    if ((u32)(word >> 32) == epoch) return word;
+    if ((u32)(word >> 32) == epoch && (u32)word >= least) return word;
     if (spins % 256 == 0 && give_up(p, phase, source, since)) return 0;
   }
 }
 
 __device__ __forceinline__ u32 epoch_after(u32 epoch) { return epoch == 0xffffffffu ? 1 : epoch + 1; }
 
+// True in the last block that counts itself in; `counter` is 0 again afterwards. One thread of each block calls.
+__device__ __forceinline__ bool last_block(u32* counter) { return atomicInc(counter, gridDim.x - 1) == gridDim.x - 1; }
+
 // Whether the exchange still works. Every thread of a block calls and gets the same answer.
 __device__ __forceinline__ bool alive(const Params& p) { return !__syncthreads_or(failed(p)); }
 
-// Split rows over warps: whole rows when there are many, pieces of a row when there are fewer rows than warps, at
-// least two pieces so that the last round of rows leaves few warps idle.
-__device__ __forceinline__ u32 pieces_of_row(u32 rows, u32 workers) {
-  u32 pieces = rows ? workers / rows : 1;
-  pieces = pieces < 2 ? 2 : pieces;
-  u32 most = (VECS + 31) / 32;
-  return pieces > most ? most : pieces;
+// Split rows over warps: pieces of at most `widest` vectors, smaller ones when there are fewer rows than warps, and at
+// least two of a row so that the last round of rows leaves few warps idle.
+__device__ __forceinline__ u32 pieces_of_row(u32 rows, u32 workers, u32 widest) {
+  u32 pieces = max(max(rows ? workers / rows : 1, 2u), (VECS + widest - 1) / widest);
+  return min(pieces, (VECS + 31u) / 32);
 }
 
 #if DTYPE == 0

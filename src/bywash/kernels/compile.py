@@ -1,7 +1,8 @@
 """CUDA C++ to machine code with NVRTC, cached on disk.
 
 The cache key is the source, the architecture, the compiler and the static shape: never a token count, so a longer
-prompt never compiles anything. Knows nothing of devices or drivers; `launch.py` and the compile check in CI call it.
+prompt never compiles anything. Knows nothing of devices or drivers; every module that launches kernels and the compile
+check in CI call it.
 """
 
 import hashlib
@@ -14,12 +15,13 @@ from typing import Any
 
 from bywash.errors import ConfigError
 
-SOURCES = ("common.cuh", "peer_dispatch.cu", "peer_combine.cu")
+SOURCES = ("common.cuh", "peer_push.cu", "peer_dispatch.cu", "peer_combine.cu")
 THREADS = 512
 """Threads of a block; the same as in common.cuh."""
-MAX_EXPERTS, MAX_TOP_K, MAX_RANKS, MAX_CHUNKS = 4095, 32, 32, 16
+MAX_EXPERTS, MAX_TOP_K, MAX_RANKS = 4095, 32, 32
 """A pair's expert has 12 bits in its message, a warp holds a token's experts, a mask of ranks has 32 bits."""
-_WARPS = THREADS // 32
+MAX_BLOCKS, WARPS = 256, THREADS // 32
+"""Blocks of a grid, one for each multiprocessor, and warps of a block: peers have room for a flag of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,8 @@ class KernelShape:
         vecs: 16-byte vectors of a row.
         dtype: `float32`, `bfloat16` or `float16`.
         exact: whether all pairs travel back unsummed.
-        fault: 0; tests leave out fences (1) or a wait (2, 3) to see that they are needed.
-        chunks: pieces that a long step's combine is cut into; 0 for what was measured best.
-        senders: warps in 16 that send while the others sum.
-        tail: chunks that all warps sum at the end.
+        fp8: how dispatch sends rows: 0 as they are, 1 or 2 as in peer_push.cu.
+        fault: 0; tests leave out the release of flags (1) or a wait (2, 3) to see that they are needed.
     """
 
     ranks: int
@@ -43,18 +43,14 @@ class KernelShape:
     vecs: int
     dtype: str
     exact: bool
+    fp8: int = 0
     fault: int = 0
-    chunks: int = 0
-    senders: int = 8
-    tail: int = 2
 
     def __post_init__(self) -> None:
         for name, value, most in (
             ("experts", self.experts, MAX_EXPERTS),
             ("top-k", self.top_k, MAX_TOP_K),
             ("ranks", self.ranks, MAX_RANKS),
-            ("senders", self.senders, _WARPS - 1),
-            ("chunks", self.chunks or 1, MAX_CHUNKS),
         ):
             if not 1 <= value <= most:
                 raise ConfigError(f"exchange peer: {value} {name}; 1 to {most} are supported")
@@ -62,13 +58,12 @@ class KernelShape:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: counts per warp, later starts per rank."""
-        return 4 * self.experts * max(_WARPS, self.ranks)
+        return 4 * self.experts * max(WARPS, self.ranks)
 
     def macros(self) -> list[tuple[str, str]]:
         """The definitions that the sources expect."""
         values = {field.name.upper(): getattr(self, field.name) for field in fields(self)}
         values["DTYPE"] = ("float32", "bfloat16", "float16").index(self.dtype)
-        values["CHUNKS"] = self.chunks or (8 if self.exact else 1)
         return [(name, str(int(value))) for name, value in values.items()]
 
 
@@ -83,18 +78,18 @@ def require_cuda() -> None:
         import cuda.core  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"--exchange peer needs cuda-core and cuda-bindings ({error}): pip install 'bywash[cuda]'"
+            f"kernels for GPUs need cuda-core and cuda-bindings ({error}): pip install 'bywash[cuda]'"
         ) from error
 
 
-def kernel_source() -> str:
-    """All kernel sources as one text."""
+def kernel_source(names: tuple[str, ...] = SOURCES) -> str:
+    """Kernel sources as one text; by default all of the exchange's."""
     folder = files("bywash.kernels")
-    return "\n".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in SOURCES)
+    return "\n".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in names)
 
 
 def compile_kernels(shape: KernelShape, arch: str, *, cache: Path | None = None) -> bytes:
-    """Machine code (a cubin) of all kernels.
+    """Machine code (a cubin) of all kernels of the exchange.
 
     Args:
         shape: the static shape.
@@ -104,27 +99,45 @@ def compile_kernels(shape: KernelShape, arch: str, *, cache: Path | None = None)
     Raises:
         ConfigError: the packages are missing, or NVRTC refuses the architecture or the source.
     """
+    return compile_source(kernel_source(), shape.macros(), arch, name="peer", what="exchange peer", cache=cache)
+
+
+def compile_source(
+    source: str, macros: list[tuple[str, str]], arch: str, *, name: str, what: str, cache: Path | None = None
+) -> bytes:
+    """Machine code (a cubin) of one text, from the cache if it is there.
+
+    Args:
+        source: CUDA C++ without headers.
+        macros: definitions, in order.
+        arch: such as `sm_90a`.
+        name: how files in the cache begin.
+        what: who asks; errors begin with it.
+        cache: see `compile_kernels`.
+
+    Raises:
+        ConfigError: the packages are missing, or NVRTC refuses the architecture or the source.
+    """
     require_cuda()
-    source = kernel_source()
-    key = hashlib.sha256(repr((source, arch, shape.macros(), compiler_version())).encode()).hexdigest()[:32]
-    path = (cache or _cache_directory()) / f"peer-{arch}-{key}.cubin"
+    key = hashlib.sha256(repr((source, arch, macros, compiler_version())).encode()).hexdigest()[:32]
+    path = (cache or _cache_directory()) / f"{name}-{arch}-{key}.cubin"
     try:
         return path.read_bytes()
     except OSError:
         pass
-    code = _compile(source, shape, arch)
+    code = _compile(source, macros, arch, what)
     _keep(path, code)
     return code
 
 
-def _compile(source: str, shape: KernelShape, arch: str) -> bytes:
+def _compile(source: str, macros: list[tuple[str, str]], arch: str, what: str) -> bytes:
     from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(arch=arch, std="c++17", define_macro=shape.macros())
+    options = ProgramOptions(arch=arch, std="c++17", define_macro=macros)
     try:
         compiled: Any = Program(source, "c++", options).compile("cubin")
     except Exception as error:  # cuda-core has no common root for what NVRTC reports
-        raise ConfigError(f"exchange peer: NVRTC could not compile the kernels for {arch}: {error}") from error
+        raise ConfigError(f"{what}: NVRTC could not compile the kernels for {arch}: {error}") from error
     return bytes(compiled.code)
 
 
@@ -140,8 +153,8 @@ def compiler_version() -> tuple[int, ...]:
         return tuple(int(part) for part in nvrtc.nvrtcVersion()[1:])
     except Exception as error:  # cuda-pathfinder's own kind: the library is not there
         raise ConfigError(
-            f"exchange peer: the compiler NVRTC was not found ({type(error).__name__}): pip install 'bywash[cuda]', or "
-            "nvidia-cuda-nvrtc"
+            f"kernels for GPUs need the compiler NVRTC, which was not found ({type(error).__name__}): "
+            "pip install 'bywash[cuda]', or nvidia-cuda-nvrtc"
         ) from error
 
 

@@ -18,11 +18,11 @@ def driver() -> Any:
     return module
 
 
-def check(result: tuple[Any, ...], what: str) -> Any:
-    """The value of a driver call, or a ConfigError with what was tried and the driver's reason."""
+def check(result: tuple[Any, ...], what: str, who: str = "exchange peer") -> Any:
+    """The value of a driver call, or a ConfigError with who tried what and the driver's reason."""
     status, *values = result
     if int(status) != 0:
         text = driver().cuGetErrorString(status)[1]
         reason = text.decode() if isinstance(text, bytes) else str(text)
-        raise ConfigError(f"exchange peer: {what}: {reason} ({status.name})")
+        raise ConfigError(f"{who}: {what}: {reason} ({status.name})")
     return values[0] if len(values) == 1 else tuple(values)

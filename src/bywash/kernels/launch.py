@@ -1,7 +1,8 @@
 """Compiled kernels on a device: load, fill in parameters, launch on a stream.
 
 Goes through the driver so that a launch costs a few microseconds of Python and nothing else, and so that it can be
-captured in a CUDA graph. Knows nothing of what the kernels do; `exchange.peer_device` calls it.
+captured in a CUDA graph. Knows nothing of what the kernels do. `Kernels` is for the exchange, whose kernels share one
+block of parameters; `load_functions` and `launch` serve every other module that has kernels.
 """
 
 import ctypes
@@ -26,6 +27,52 @@ def parameter_names() -> tuple[str, ...]:
     return tuple(_FIELD.findall(body[: body.index("};")]))
 
 
+def load_functions(code: bytes, names: Sequence[str], who: str, *, shared_bytes: int = 0) -> list[Any]:
+    """Kernels of a cubin, loaded into the current device for as long as the process lives.
+
+    Args:
+        code: from `compile_source`.
+        names: of the kernels.
+        who: for the error.
+        shared_bytes: dynamic shared memory that a block of each may be launched with.
+
+    Raises:
+        ConfigError: the driver refuses.
+    """
+    torch.cuda.synchronize()  # makes the device's context, if nothing has yet
+    calls = driver()
+    module = check(calls.cuModuleLoadData(code), "loading the kernels", who)
+    functions = [check(calls.cuModuleGetFunction(module, name.encode()), f"finding {name}", who) for name in names]
+    if shared_bytes > _DEFAULT_SHARED_BYTES:
+        attribute = calls.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        for function in functions:
+            status = calls.cuFuncSetAttribute(function, attribute, shared_bytes)
+            check(status, f"asking for {shared_bytes} bytes of shared memory", who)
+    return functions
+
+
+def launch(
+    function: Any, blocks: int, threads: int, arguments: Sequence[Any], what: str, who: str, *, shared_bytes: int = 0
+) -> None:
+    """Launch a kernel on torch's current stream. The driver copies the arguments, so they may change afterwards.
+
+    Args:
+        function: from the driver.
+        blocks, threads: of the grid and of a block, both in one dimension.
+        arguments: ctypes values, passed by value.
+        what, who: for the error: what was launched, and by whom.
+        shared_bytes: dynamic shared memory of a block.
+
+    Raises:
+        ConfigError: the driver refuses.
+    """
+    addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+    stream, grid, block = torch.cuda.current_stream().cuda_stream, (blocks, 1, 1), (threads, 1, 1)
+    calls = driver()
+    status = calls.cuLaunchKernel(function, *grid, *block, shared_bytes, stream, ctypes.addressof(addresses), 0)
+    check(status, f"launching {what}", who)
+
+
 class Kernels:
     """The kernels of one static shape, loaded into the current device.
 
@@ -41,6 +88,7 @@ class Kernels:
         self._driver = driver()
         self._module = check(self._driver.cuModuleLoadData(code), "loading the kernels")
         self._functions: dict[str, Any] = {}
+        self._configs: dict[tuple[int, bool], Any] = {}
 
     def parameters(self, values: Mapping[str, int], peers: Sequence[int]) -> ctypes.Array[ctypes.c_uint64]:
         """The block of parameters that a launch passes by value; fields may be changed later with `set`."""
@@ -52,21 +100,38 @@ class Kernels:
         for name, value in values.items():
             parameters[self.fields.index(name)] = value
 
-    def launch(self, name: str, blocks: int, parameters: ctypes.Array[ctypes.c_uint64]) -> None:
-        """Launch on torch's current stream. The driver copies the parameters, so they may change afterwards."""
+    def launch(self, name: str, blocks: int, parameters: ctypes.Array[ctypes.c_uint64], *, early: bool = False) -> None:
+        """Launch on torch's current stream. The driver copies the parameters, so they may change afterwards.
+
+        Args:
+            name: of the kernel.
+            blocks: of the grid.
+            parameters: made by `parameters`.
+            early: make it ready while the kernel ahead of it ends (programmatic dependent launch, sm_90 or newer);
+                it waits by itself before it touches memory.
+        """
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
-        status = self._driver.cuLaunchKernel(
-            self._function(name),
-            *(blocks, 1, 1),
-            *(THREADS, 1, 1),
-            self.shape.shared_bytes,
-            torch.cuda.current_stream().cuda_stream,
-            ctypes.addressof(argument),
-            0,
-        )
+        config = self._config(blocks, early)
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        status = self._driver.cuLaunchKernelEx(config, self.function(name), ctypes.addressof(argument), 0)
         check(status, f"launching {name}")
 
-    def _function(self, name: str) -> Any:
+    def _config(self, blocks: int, early: bool) -> Any:
+        if (blocks, early) not in self._configs:
+            config = self._driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+            config.sharedMemBytes = self.shape.shared_bytes
+            if early:
+                attribute = self._driver.CUlaunchAttribute()
+                attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                attribute.value.programmaticStreamSerializationAllowed = 1
+                config.attrs, config.numAttrs = [attribute], 1
+            self._configs[blocks, early] = config
+        return self._configs[blocks, early]
+
+    def function(self, name: str) -> Any:
+        """A kernel, for callers that launch it with parameters of their own."""
         if name not in self._functions:
             function = check(self._driver.cuModuleGetFunction(self._module, name.encode()), f"finding {name}")
             if self.shape.shared_bytes > _DEFAULT_SHARED_BYTES:

@@ -1,24 +1,26 @@
 // Combine: expert outputs back into slots that the token's source owns, added there in one fixed order.
 //
 // exact (EXACT 1): all pairs travel; the source adds them in k order with their weights. Bitwise rows.weighted_sum.
-// stable, fast (EXACT 0): the computing rank adds its pairs of a token in k order in float32 and rounds once; the
+// stable, fast (EXACT 0): each computing rank adds its pairs of a token in k order in float32 and rounds once; the
 // source adds the ranks' rows in rank order. Slots cannot overflow: their number is the source's own token count.
+// The source never writes its own part to a slot: it is summed in registers when the others' parts are there.
 //
-// A long step of `exact` goes in chunks of tokens with a flag each: half of the warps send chunk after chunk while the
-// others sum what has arrived, then all sum the last TAIL chunks. `stable` and `fast` go as one chunk. Measured on two
-// H200, 4,096 tokens: docs/benchmarks.md.
+// An item is a piece of a token's row, small enough that a lane loads its vectors at once: what is left to finish when
+// the wire falls silent is a round or two of items, so they must be small. A warp walks two lists of items: those it
+// sends (other ranks' tokens) and those it finishes (own tokens), sends a round before finishes. It counts what it has
+// sent to each rank in a word of its own in that rank's heap, {epoch | items}. Which warp sent an item, and as its how
+// manieth, follows from the numbers of tokens alone, so whoever finishes an item waits for just that word: no barrier,
+// no atomic, no last block.
+//
+// Nobody waits for ever: before a warp sets the flag of token t's send it finishes only tokens below t, and a finish of
+// t needs only flags of t. So of all finishes that wait, one of the lowest token always goes on.
+//
+// Example: 2 ranks, 2,112 warps, 4,096 tokens in 7 pieces: warp 5 sends (token 0, piece 5), (token 302, piece 3),
+// finishes (0, 5), sends (604, 1), finishes (302, 3)... and waits for the peer's warp 5 only.
 
-#define LONG_STEP 1024  // tokens from which on chunks and wide pieces pay; a chunk costs a fence and a flag
-
-struct Chunk {
-  u32 first, end;  // tokens
-};
-
-// Chunk c of a rank's tokens; later ones are empty when the step is short. Source and computing rank agree.
-__device__ __forceinline__ Chunk chunk_of(u32 tokens, u32 c) {
-  u32 width = tokens < LONG_STEP ? tokens : (tokens + CHUNKS - 1) / CHUNKS;
-  return {min(c * width, tokens), min((c + 1) * width, tokens)};
-}
+#define OTHERS (RANKS > 1 ? RANKS - 1 : 1)
+#define ROWS_AT_ONCE 4  // rows, and vectors of each, that a lane loads at once
+#define VECS_AT_ONCE 4
 
 // The pairs of a token that are to be read here, in k order, one for each of the first `count` lanes.
 struct Pairs {
@@ -51,238 +53,253 @@ __device__ __forceinline__ Pairs pairs_here(const Params& p, u32 source, u32 t) 
   return packed(row, weight);
 }
 
-// How many rows and how many vectors a lane loads at once. Long steps have many warps with work: eight loads each in
-// flight suffice. Short steps are all latency: most tokens then need one round trip to memory.
-template <int ROWS_, int TILE_>
-struct Walk {
-  static constexpr int ROWS = ROWS_, TILE = TILE_;
-};
-using LongWalk = Walk<2, 4>;
-using ShortWalk = Walk<4, 4>;
-
-// Load and visit COUNT rows from the i-th pair on; rows past the last pair repeat it and are not visited.
-template <typename W, int COUNT, typename Each>
+// Load and visit COUNT rows, from the i-th pair on.
+template <int COUNT, typename Each>
 __device__ __forceinline__ void visit_some(const Pairs& pairs, u32 i, u32 v, u32 end, Each each) {
   u64 row[COUNT];
   float weight[COUNT];
   u32 k[COUNT];
 #pragma unroll
   for (int j = 0; j < COUNT; ++j) {
-    u32 from = min(i + j, pairs.count - 1);
-    row[j] = __shfl_sync(ALL_LANES, pairs.row, from);
-    weight[j] = __shfl_sync(ALL_LANES, pairs.weight, from);
-    k[j] = __shfl_sync(ALL_LANES, pairs.k, from);
+    row[j] = __shfl_sync(ALL_LANES, pairs.row, i + j);
+    weight[j] = __shfl_sync(ALL_LANES, pairs.weight, i + j);
+    k[j] = __shfl_sync(ALL_LANES, pairs.k, i + j);
   }
-  Vec a[COUNT][W::TILE];
+  Vec a[COUNT][VECS_AT_ONCE];
 #pragma unroll
   for (int j = 0; j < COUNT; ++j)
 #pragma unroll
-    for (int u = 0; u < W::TILE; ++u) a[j][u] = load_rows(row[j] + 16ull * min(v + 32 * u, end - 1));
+    for (int u = 0; u < VECS_AT_ONCE; ++u) a[j][u] = load_rows(row[j] + 16ull * min(v + 32 * u, end - 1));
 #pragma unroll
   for (int j = 0; j < COUNT; ++j)
-    if (j == 0 || i + j < pairs.count) {
 #pragma unroll
-      for (int u = 0; u < W::TILE; ++u) each(u, v + 32 * u, k[j], weight[j], a[j][u]);
-    }
+    for (int u = 0; u < VECS_AT_ONCE; ++u) each(u, i + j, k[j], weight[j], a[j][u]);
 }
 
-// Visit vectors first..end of a token's rows, TILE * 32 at a time: `each(u, v, k, weight, vector)` in k order for vector
-// u of a lane's TILE, then `last(v)` with the first of them. Vectors past the end repeat the last one.
-template <typename W, typename Each, typename Last>
-__device__ __forceinline__ void visit_rows(const Pairs& pairs, u32 first, u32 end, Each each, Last last) {
-  for (u32 v = first + threadIdx.x % 32; v - threadIdx.x % 32 < end; v += 32 * W::TILE) {
-    u32 i = 0;
-    for (; i + W::ROWS <= pairs.count; i += W::ROWS) visit_some<W, W::ROWS>(pairs, i, v, end, each);
-    if (i < pairs.count) visit_some<W, W::ROWS - 1>(pairs, i, v, end, each);
-    last(v);
+// The rows that are left, at most COUNT.
+template <int COUNT, typename Each>
+__device__ __forceinline__ void visit_rest(const Pairs& pairs, u32 i, u32 v, u32 end, Each each) {
+  if constexpr (COUNT > 0) {
+    if (pairs.count - i == COUNT)
+      visit_some<COUNT>(pairs, i, v, end, each);
+    else
+      visit_rest<COUNT - 1>(pairs, i, v, end, each);
   }
 }
 
-// Store the sums of a lane's vectors and begin again at zero.
-template <typename W>
+// Visit vectors v, v + 32, ... of all rows: `each(u, i, k, weight, vector)` for vector u of a lane's VECS_AT_ONCE and
+// the i-th row, in k order, COUNT rows loaded at once. Vectors past the end repeat the last one.
+template <int COUNT, typename Each>
+__device__ __forceinline__ void visit_rows(const Pairs& pairs, u32 v, u32 end, Each each) {
+  u32 i = 0;
+  for (; i + COUNT <= pairs.count; i += COUNT) visit_some<COUNT>(pairs, i, v, end, each);
+  visit_rest<COUNT - 1>(pairs, i, v, end, each);
+}
+
+// Visit VECS_AT_ONCE * 32 vectors at a time: `tile(v)` with the first of each lane.
+template <typename Tile>
+__device__ __forceinline__ void visit_tiles(u32 first, u32 end, Tile tile) {
+  for (u32 base = first; base < end; base += 32 * VECS_AT_ONCE) tile(base + threadIdx.x % 32);
+}
+
+// Store the sums of a lane's vectors.
 __device__ __forceinline__ void store_sums(u64 to, u32 v, u32 end, float (*sum)[LANES_OF_VEC]) {
 #pragma unroll
-  for (int u = 0; u < W::TILE; ++u) {
+  for (int u = 0; u < VECS_AT_ONCE; ++u)
     if (v + 32 * u < end) store_row(to + 16ull * (v + 32 * u), rounded(sum[u]));
-    clear(sum[u]);
-  }
 }
 
-// Send one piece of what this rank computed for token t of `source`.
-template <typename W>
-__device__ __forceinline__ void send_token(const Params& p, u32 source, u32 t, u32 first, u32 end) {
+__device__ __forceinline__ void sum_rows(const Pairs& pairs, u32 v, u32 end, float (*sum)[LANES_OF_VEC]) {
+#pragma unroll
+  for (int u = 0; u < VECS_AT_ONCE; ++u) clear(sum[u]);
+  visit_rows<ROWS_AT_ONCE>(pairs, v, end, [&](int u, u32, u32, float weight, const Vec& a) {
+    add_weighted(sum[u], a, weight);
+  });
+}
+
+// Send vectors first..end of what this rank computed for token t of `source`. False if it computed nothing.
+__device__ __forceinline__ bool send_token(const Params& p, u32 source, u32 t, u32 first, u32 end) {
   Pairs pairs = pairs_here(p, source, t);
-  if (pairs.count == 0) return;
+  if (pairs.count == 0) return false;
 #if EXACT
   u64 to = p.peer[source] + p.at_slots + (u64)t * TOP_K * ROW_BYTES;
-  visit_rows<W>(
-      pairs, first, end,
-      [&](int, u32 v, u32 k, float, const Vec& a) {
-        if (v < end) store_row(to + k * ROW_BYTES + 16ull * v, a);
-      },
-      [](u32) {});
+  visit_tiles(first, end, [&](u32 v) {
+    visit_rows<ROWS_AT_ONCE>(pairs, v, end, [&](int u, u32, u32 k, float, const Vec& a) {
+      if (v + 32 * u < end) store_row(to + k * ROW_BYTES + 16ull * (v + 32 * u), a);
+    });
+  });
 #else
   u64 to = p.peer[source] + p.at_slots + ((u64)t * RANKS + p.rank) * ROW_BYTES;
-  float sum[W::TILE][LANES_OF_VEC] = {};
-  visit_rows<W>(
-      pairs, first, end, [&](int u, u32, u32, float weight, const Vec& a) { add_weighted(sum[u], a, weight); },
-      [&](u32 v) { store_sums<W>(to, v, end, sum); });
+  visit_tiles(first, end, [&](u32 v) {
+    float sum[VECS_AT_ONCE][LANES_OF_VEC];
+    sum_rows(pairs, v, end, sum);
+    store_sums(to, v, end, sum);
+  });
 #endif
-}
-
-// Send a chunk of every source's tokens. Sources alternate, so that remote and local writes mix; the neighbour first.
-template <typename W>
-__device__ void send_chunk(const Params& p, u32 c, u32 worker, u32 workers) {
-  const u32 sources = EXACT && RANKS > 1 ? RANKS - 1 : RANKS;  // exact reads this rank's own outputs in place
-  u32 most = 0;
-  for (u32 i = 0; i < sources; ++i) {
-    Chunk chunk = chunk_of(((const u32*)p.tokens_R)[(p.rank + 1 + i) % RANKS], c);
-    most = max(most, chunk.end - chunk.first);
-  }
-  u32 pieces = pieces_of_row(sources * most, workers), width = (VECS + pieces - 1) / pieces;
-  for (u32 item = worker; item < sources * most * pieces; item += workers) {
-    u32 piece = item % pieces, s = (p.rank + 1 + item / pieces % sources) % RANKS;
-    Chunk chunk = chunk_of(((const u32*)p.tokens_R)[s], c);
-    u32 t = chunk.first + item / pieces / sources;
-    if (t < chunk.end) send_token<W>(p, s, t, piece * width, min((piece + 1) * width, (u32)VECS));
-  }
-}
-
-// Count a warp as done with a chunk; the last of the `senders` warps of all blocks releases the chunk to all ranks.
-__device__ void release_chunk(const Params& p, u32 c, bool final, u32 epoch, u32* warps_done, u32 senders) {
-  State* state = (State*)p.state;
-  u32 lane = threadIdx.x % 32;
-  bool last = false;
-  __syncwarp();
-  if (lane == 0) {
-    fence_system();
-    last = atomicAdd(&warps_done[c], 1) == senders - 1;
-    if (last) {
-      fence_device();
-      last = atomicInc(&state->chunk_done[c], gridDim.x - 1) == gridDim.x - 1;
-      fence_device();
-    }
-  }
-  if (!__shfl_sync(ALL_LANES, last, 0)) return;
-  if (lane < RANKS) store_release(p.peer[lane] + p.at_out_flags + 8 * (c * RANKS + p.rank), pack(epoch, 0));
-  if (lane == 0 && final) state->outputs_epoch = epoch;  // every block has read the old one: all take part
-}
-
-// Wait, as a warp, for every rank's outputs of a chunk. After a failure it returns soon and the sums are of no use.
-__device__ __forceinline__ void await_chunk(const Params& p, u32 c, u32 epoch) {
-  u32 r = threadIdx.x % 32;
-  if (r < RANKS) await(p, RECEIVE_OUTPUTS, p.at_out_flags + 8ull * (c * RANKS + r), epoch, r);
-  __syncwarp();
+  return true;
 }
 
 #if EXACT
-// Sum one piece of an own token; `ready()` is called before the first slot is read.
-template <typename W, typename Ready>
-__device__ __forceinline__ void sum_token(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
+// Sum vectors first..end of an own token; `ready(ranks)` waits for these ranks, before the first slot is read.
+template <typename Ready>
+__device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
   u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * TOP_K * ROW_BYTES, k = threadIdx.x % 32, row = 0;
-  float weight_k = 0, sum[W::TILE][LANES_OF_VEC] = {};
+  float weight_k = 0;
   if (k < TOP_K && ((const i64*)p.ids)[t * TOP_K + k] >= 0) {
     int m = ((const int*)p.m_PK)[(p.rank * p.max_tokens + t) * TOP_K + k];
     row = m >= 0 ? p.y + m * ROW_BYTES : slots + k * ROW_BYTES;
     weight_k = ((const float*)p.weights)[t * TOP_K + k];
   }
   Pairs pairs = packed(row, weight_k);
-  ready();
-  visit_rows<W>(
-      pairs, first, end, [&](int u, u32, u32, float weight, const Vec& a) { add_weighted(sum[u], a, weight); },
-      [&](u32 v) { store_sums<W>(p.out + t * ROW_BYTES, v, end, sum); });
+  ready(((const u32*)p.mask_T)[t]);
+  visit_tiles(first, end, [&](u32 v) {
+    float sum[VECS_AT_ONCE][LANES_OF_VEC];
+    sum_rows(pairs, v, end, sum);
+    store_sums(p.out + t * ROW_BYTES, v, end, sum);
+  });
 }
 #else
-// The same from one row of each rank in `mask`, in rank order.
-template <typename W, typename Ready>
-__device__ __forceinline__ void sum_token(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
-  constexpr int UNROLL = RANKS <= 2 ? 4 : RANKS <= 4 ? 2 : 1;
-  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * RANKS * ROW_BYTES, to = p.out + t * ROW_BYTES;
-  u32 mask = ((const u32*)p.mask_T)[t], some = mask ? __ffs(mask) - 1 : 0;
-  ready();
-  for (u32 v = first + threadIdx.x % 32; v < end; v += 32 * UNROLL) {
-    Vec a[UNROLL][RANKS];
+// The same from own outputs and one row of each other rank, in rank order.
+template <typename Ready>
+__device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
+  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * RANKS * ROW_BYTES;
+  u32 others = ((const u32*)p.mask_T)[t] & ~(1u << p.rank), lane = threadIdx.x % 32;
+  // Two terms give the same bits in either order.
+  u32 below = RANKS > 2 ? __popc(others & ((1u << p.rank) - 1)) : 0;
+  Pairs own = pairs_here(p, p.rank, t);
+  Pairs theirs = packed(others >> lane & 1 ? slots + lane * ROW_BYTES : 0, 1.0f);
+  visit_tiles(first, end, [&](u32 v) {
+    float sum[VECS_AT_ONCE][LANES_OF_VEC];
+    Vec mine[VECS_AT_ONCE];
+    sum_rows(own, v, end, sum);
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-#pragma unroll
-      for (u32 r = 0; r < RANKS; ++r) {
-        // Where nothing came, load what another sent once more (see load_rows) and leave it out below.
-        u32 from = mask >> r & 1 ? r : some;
-        a[u][r] = load_rows(slots + from * ROW_BYTES + 16ull * min(v + 32 * u, end - 1));
-      }
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      float sum[LANES_OF_VEC] = {};
-#pragma unroll
-      for (u32 r = 0; r < RANKS; ++r)
-        if (mask >> r & 1) add_plain(sum, a[u][r]);
-      if (v + 32 * u < end) store_row(to + 16ull * (v + 32 * u), rounded(sum));
+    for (int u = 0; u < VECS_AT_ONCE; ++u) {
+      mine[u] = rounded(sum[u]);
+      clear(sum[u]);
+      // Where this rank computed nothing, `mine` is 0 and adding it changes no bit: sums from 0 on are never -0.
+      if (below == 0) add_plain(sum[u], mine[u]);
     }
-  }
+    if (v < first + 32) ready(others);
+    constexpr int at_once = OTHERS < ROWS_AT_ONCE ? OTHERS : ROWS_AT_ONCE;
+    visit_rows<at_once>(theirs, v, end, [&](int u, u32 i, u32, float, const Vec& a) {
+      if (RANKS > 2 && below > 0 && i == below) add_plain(sum[u], mine[u]);
+      add_plain(sum[u], a);
+    });
+    if (RANKS > 2 && below > 0 && below == theirs.count)
+#pragma unroll
+      for (int u = 0; u < VECS_AT_ONCE; ++u) add_plain(sum[u], mine[u]);
+    store_sums(p.out + t * ROW_BYTES, v, end, sum);
+  });
 }
 #endif
 
-template <typename W>
-__device__ void sum_chunk(const Params& p, u32 c, u32 tokens, u32 epoch, u32 worker, u32 workers) {
-  Chunk chunk = chunk_of(tokens, c);
-  u32 count = chunk.end - chunk.first;
-  // Chunk 0 is waited for even when it is empty: then the peers have done with the last rows that came from here.
-  if (count == 0 && c > 0) return;
-  bool waited = false;
-  auto ready = [&]() {
-    if (!waited) await_chunk(p, c, epoch);
-    waited = true;
-  };
-  u32 pieces = pieces_of_row(count, workers), width = (VECS + pieces - 1) / pieces;
-  for (u32 item = worker; item < count * pieces; item += workers) {
-    u32 piece = item % pieces, t = chunk.first + item / pieces;
-    sum_token<W>(p, t, piece * width, min((piece + 1) * width, (u32)VECS), ready);
-  }
-  ready();
-}
+// How the work is divided; the same on every rank, since all know the token counts and have as many warps.
+struct Division {
+  u32 workers, worker;  // warps of all blocks; consecutive items lie in different blocks
+  u32 most;             // tokens of the rank with most
+  u32 pieces, width;    // of a row
+};
 
-// Send, sum, or both; both at once when there are several chunks. Nobody waits for a chunk before having sent it, and
-// senders never wait before they have sent all, so ranks cannot wait for each other in a circle.
-template <typename W>
-__device__ __forceinline__ void combine_chunks(const Params& p, bool sends, bool sums, u32 epoch, u32 chunks,
-                                               u32* warps_done) {
-  u32 warp = threadIdx.x / 32, block = blockIdx.x, blocks = gridDim.x, tokens = ((const u32*)p.tokens_R)[p.rank];
-  bool divided = sends && sums && chunks > 1;
-  u32 senders = divided ? SENDERS : WARPS, summers = WARPS - SENDERS;
-  if (sends && warp < senders)
-    for (u32 c = 0; c < chunks; ++c) {
-      send_chunk<W>(p, c, block * senders + warp, blocks * senders);
-      release_chunk(p, c, c == chunks - 1, epoch, warps_done, senders);
-    }
-  if (!sums) return;
-  u32 tail = divided ? chunks - min(TAIL, chunks) : 0;
-  if (divided && warp >= SENDERS)
-    for (u32 c = 0; c < tail; ++c)
-      sum_chunk<W>(p, c, tokens, epoch, block * summers + warp - SENDERS, blocks * summers);
-  for (u32 c = tail; c < chunks; ++c) sum_chunk<W>(p, c, tokens, epoch, block * WARPS + warp, blocks * WARPS);
-}
-
-__device__ void combine(const Params& p, bool sends, bool sums, u32 epoch) {
-  __shared__ u32 warps_done[CHUNKS];
-  if (threadIdx.x < CHUNKS) warps_done[threadIdx.x] = 0;
-  u32 most = 0;  // ranks may differ in chunks; each waits only for those of its own tokens
+__device__ __forceinline__ Division divide(const Params& p) {
+  u32 workers = gridDim.x * WARPS, most = 0;
+#pragma unroll
   for (u32 s = 0; s < RANKS; ++s) most = max(most, ((const u32*)p.tokens_R)[s]);
+  u32 pieces = pieces_of_row(OTHERS * most, workers, 32 * VECS_AT_ONCE);
+  return {workers, threadIdx.x / 32 * gridDim.x + blockIdx.x, most, pieces, (VECS + pieces - 1) / pieces};
+}
+
+// The i-th item is piece i % pieces of a token of the ranks that follow in turn; the neighbour first. Returns the rank
+// that it was sent to, RANKS for none.
+__device__ __forceinline__ u32 send_item(const Params& p, const Division& d, u32 i) {
+  u32 piece = i % d.pieces, s = (p.rank + 1 + i / d.pieces % OTHERS) % RANKS, t = i / d.pieces / OTHERS;
+  if (t >= ((const u32*)p.tokens_R)[s]) return RANKS;
+  return send_token(p, s, t, piece * d.width, min((piece + 1) * d.width, (u32)VECS)) ? s : RANKS;
+}
+
+__device__ __forceinline__ void release_item(const Params& p, const Division& d, u32 i, u32 to, u32 epoch) {
+  if (to == RANKS) return;
+  __syncwarp();
+  if (threadIdx.x % 32) return;
+  store_release(p.peer[to] + p.at_out_flags + 8ull * (p.rank * MAX_WARPS + d.worker), pack(epoch, i / d.workers + 1));
+}
+
+__device__ __forceinline__ void finish_item(const Params& p, const Division& d, u32 i, u32 epoch) {
+  u32 piece = i % d.pieces, t = i / d.pieces, r = threadIdx.x % 32;
+  finish_token(p, t, piece * d.width, min((piece + 1) * d.width, (u32)VECS), [&](u32 ranks) {
+    if (RANKS > 1 && ranks >> r & 1 && r != p.rank) {
+      u32 sent = (t * OTHERS + (p.rank + RANKS - 1 - r) % RANKS) * d.pieces + piece;  // its number at rank r
+      u64 flag = p.at_out_flags + 8ull * (r * MAX_WARPS + sent % d.workers);
+      await(p, RECEIVE_OUTPUTS, flag, epoch, r, sent / d.workers + 1);
+    }
+    __syncwarp();
+  });
+}
+
+// The flag of a send waits for its stores to arrive, and the warp with it. In a long step the last send before a finish
+// gets its flag behind that finish, which gives the stores their time; not if the finish is of the same token or a
+// later one, for then it may wait for a warp that waits for this flag. In a step of two rounds nobody has that time.
+__device__ __forceinline__ void walk(const Params& p, const Division& d, bool sends, bool finishes, u32 epoch) {
+  u32 to_send = sends && RANKS > 1 ? OTHERS * d.most * d.pieces : 0;
+  u32 to_finish = finishes ? ((const u32*)p.tokens_R)[p.rank] * d.pieces : 0;
+  u32 ahead = d.workers / d.pieces + 1;  // tokens in a round
+  bool is_long = to_send > 2 * d.workers;
+  u32 next = d.worker, i = d.worker, sent = 0, to = RANKS;  // `sent` has no flag yet while `to` is a rank
+  auto send_is_next = [&] {
+    return next < to_send && (i >= to_finish || next / (d.pieces * OTHERS) <= i / d.pieces + ahead);
+  };
+  for (bool sending = send_is_next(); sending || i < to_finish;) {
+    bool late = is_long && sending;
+    if (sending) {
+      to = send_item(p, d, sent = next);
+      next += d.workers;
+    } else {
+      finish_item(p, d, i, epoch);
+      i += d.workers;
+    }
+    sending = send_is_next();
+    if (late && !sending && i < to_finish && sent / (d.pieces * OTHERS) > i / d.pieces) continue;
+    release_item(p, d, sent, to, epoch);
+    to = RANKS;
+  }
+}
+
+// Warp 0 tells every rank that this one has begun to combine, so has read the rows that came, and hears it from each.
+__device__ __forceinline__ void tell_all(const Params& p, const Division& d, u32 epoch) {
+  if (d.worker == 0 && threadIdx.x < RANKS)
+    store_release(p.peer[threadIdx.x] + p.at_out_flags + 8ull * (p.rank * MAX_WARPS), pack(epoch, 0));
+  __syncwarp();
+}
+
+__device__ __forceinline__ void hear_all(const Params& p, const Division& d, u32 epoch) {
+  if (d.worker == 0 && threadIdx.x < RANKS)
+    await(p, RECEIVE_OUTPUTS, p.at_out_flags + 8ull * (threadIdx.x * MAX_WARPS), epoch, threadIdx.x);
+}
+
+__device__ void combine(const Params& p, bool sends, bool finishes, u32 epoch) {
+  State* state = (State*)p.state;
+  Division d = divide(p);
   if (!alive(p)) return;
-  if (most < LONG_STEP)
-    combine_chunks<ShortWalk>(p, sends, sums, epoch, 1, warps_done);
-  else
-    combine_chunks<LongWalk>(p, sends, sums, epoch, CHUNKS, warps_done);
+  if (sends) {
+    tell_all(p, d, epoch);
+    // The last warp is the one with least to do. All warps of all blocks have read the old epoch: see `alive`.
+    if (threadIdx.x == THREADS - 1 && last_block(&state->outputs_done)) state->outputs_epoch = epoch;
+  }
+  walk(p, d, sends, finishes, epoch);
+  if (finishes) hear_all(p, d, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) combine_send(const __grid_constant__ Params p) {
+  begin_kernel();
   combine(p, true, false, epoch_after(*(volatile u32*)&((State*)p.state)->outputs_epoch));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) combine_receive(const __grid_constant__ Params p) {
+  begin_kernel();
   combine(p, false, true, *(volatile u32*)&((State*)p.state)->outputs_epoch);
 }
 
 // Both halves in one launch; see dispatch_both.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) combine_both(const __grid_constant__ Params p) {
+  begin_kernel();
   combine(p, true, true, epoch_after(*(volatile u32*)&((State*)p.state)->outputs_epoch));
 }

@@ -31,21 +31,27 @@ __device__ u32 block_sum(u32 part) {
 }
 
 // One block waits for all counts and makes the plan of the step: today every expert stays at rank_E, so the plan is
-// its digest. Each cell carries its epoch: no flag, nothing to reset.
-__device__ void plan_from_counts(const Params& p, Phase phase, u32 epoch) {
+// its digest. Each cell carries its epoch: no flag, nothing to reset. False in threads whose wait was given up.
+__device__ bool plan_from_counts(const Params& p, Phase phase, u32 epoch) {
   u32 hash = 0;
-  for (u32 i = threadIdx.x; i < RANKS * EXPERTS; i += THREADS)
-    hash += mixed((u32)await(p, phase, p.at_cells + 8ull * i, epoch, i / EXPERTS), i + 1);
+  bool good = true;
+  for (u32 i = threadIdx.x; i < RANKS * EXPERTS; i += THREADS) {
+    u64 cell = await(p, phase, p.at_cells + 8ull * i, epoch, i / EXPERTS);
+    good &= cell != 0;  // epochs are never 0
+    hash += mixed((u32)cell, i + 1);
+  }
   for (u32 e = threadIdx.x; e < EXPERTS; e += THREADS)
     hash += mixed(((const u32*)p.rank_E)[e], RANKS * EXPERTS + e + 1);
   hash = block_sum(hash);
   if (threadIdx.x == 0) ((State*)p.state)->digest = hash;
+  return good;
 }
 
-// Count pairs per expert in `counts_WE`, one row per warp, each warp over consecutive tokens.
-__device__ void count_pairs(const Params& p, u32* counts_WE, u32 first, u32 last) {
+// Count pairs per expert in `counts_WE`, one row per warp, each warp over consecutive tokens. False for a bad id.
+__device__ bool count_pairs(const Params& p, u32* counts_WE, u32 first, u32 last) {
   const i64* ids = (const i64*)p.ids;
   u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  bool good = true;
   for (u32 at = first + lane; at < last; at += 32 * 8) {
     i64 e[8];
 #pragma unroll
@@ -54,25 +60,30 @@ __device__ void count_pairs(const Params& p, u32* counts_WE, u32 first, u32 last
     for (int j = 0; j < 8; ++j) {
       if ((u64)e[j] < EXPERTS)
         atomicAdd(&counts_WE[warp * EXPERTS + e[j]], 1);
-      else if (e[j] != -1)
+      else if (e[j] != -1) {
         fail(p, SEND_ROWS, BAD_EXPERT, 1u << p.rank, (u64)e[j]);
+        good = false;
+      }
     }
   }
+  return good;
 }
 
 // Send every pair's expert, position and weight to the rank that computes it, "no pair" to the others. Positions
 // follow the token order: within a warp by matching lanes, between warps by the prefix in `next_WE`.
-__device__ void send_pairs(const Params& p, u32* next_WE, u32 first, u32 last) {
+__device__ void send_pairs(const Params& p, u32* next_WE, const unsigned char* rank_E, u32 first, u32 last) {
   const i64* ids = (const i64*)p.ids;
   const u32* weights = (const u32*)p.weights;
   u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   u32* next_E = next_WE + warp * EXPERTS;
   u64 region = p.at_pairs + 8ull * p.rank * p.max_tokens * TOP_K;
-  i64 upcoming = first + lane < last ? ids[first + lane] : -1;
+  i64 next_id = first + lane < last ? ids[first + lane] : -1;
+  u32 next_weight = first + lane < last ? weights[first + lane] : 0;
   for (u32 base = first; base < last; base += 32) {
-    u32 at = base + lane;
-    i64 e = upcoming;
-    upcoming = at + 32 < last ? ids[at + 32] : -1;
+    u32 at = base + lane, weight = next_weight;
+    i64 e = next_id;
+    next_id = at + 32 < last ? ids[at + 32] : -1;
+    next_weight = at + 32 < last ? weights[at + 32] : 0;
     bool valid = (u64)e < EXPERTS;
     u32 same = __match_any_sync(ALL_LANES, valid ? (u32)e : EXPERTS + lane);
     u32 before = __popc(same & ((1u << lane) - 1));
@@ -81,111 +92,72 @@ __device__ void send_pairs(const Params& p, u32* next_WE, u32 first, u32 last) {
     if (valid && before == 0) next_E[e] += __popc(same);
     __syncwarp();
     if (at >= last) continue;
-    u64 pair = pack(weights[at], (u32)e << 20 | position);
-    u32 to = valid ? ((const u32*)p.rank_E)[e] : RANKS;
+    u64 pair = pack(weight, (u32)e << 20 | position);
+    u32 to = valid ? rank_E[e] : RANKS;
     for (u32 r = 0; r < RANKS; ++r) *(u64*)(p.peer[r] + region + 8ull * at) = r == to ? pair : NO_PAIR;
   }
 }
 
-// Block 0: counts to everybody, then the pairs, then the plan.
-__device__ void count_and_plan(const Params& p, u32 epoch, u32 tokens) {
-  u32* counts_WE = shared_words;
-  for (u32 i = threadIdx.x; i < WARPS * EXPERTS; i += THREADS) counts_WE[i] = 0;
-  if (threadIdx.x < RANKS)
-    store_relaxed(p.peer[threadIdx.x] + p.at_headers + 8 * p.rank, pack(epoch, tokens));
-  __syncthreads();
-  u32 warp = threadIdx.x / 32, pairs = tokens * TOP_K;
-  u32 share = (tokens + WARPS - 1) / WARPS * TOP_K;
-  u32 first = min(warp * share, pairs), last = min(first + share, pairs);
-  count_pairs(p, counts_WE, first, last);
-  __syncthreads();
+// Counts of each warp to counts of all warps before it, in place; the totals go to everybody.
+__device__ void send_counts(const Params& p, u32* counts_WE, u32 epoch) {
   for (u32 e = threadIdx.x; e < EXPERTS; e += THREADS) {
-    u32 running = 0;
+    u32 count_W[WARPS], running = 0;
+#pragma unroll
+    for (u32 w = 0; w < WARPS; ++w) count_W[w] = counts_WE[w * EXPERTS + e];
+#pragma unroll
     for (u32 w = 0; w < WARPS; ++w) {
-      u32 count = counts_WE[w * EXPERTS + e];
       counts_WE[w * EXPERTS + e] = running;
-      running += count;
+      running += count_W[w];
     }
     for (u32 r = 0; r < RANKS; ++r)
       store_relaxed(p.peer[r] + p.at_cells + 8 * (p.rank * EXPERTS + e), pack(epoch, running));
   }
-  __syncthreads();
-  send_pairs(p, counts_WE, first, last);
-  if (p.counts_first) plan_from_counts(p, SEND_ROWS, epoch);
 }
 
-// The ranks that compute something for token t. Every lane of a warp calls and gets the same.
-__device__ __forceinline__ u32 ranks_of_token(const Params& p, u32 t) {
-  u32 mask = 0;
-  for (u32 k = threadIdx.x % 32; k < TOP_K; k += 32) {
-    i64 e = ((const i64*)p.ids)[(u64)t * TOP_K + k];
-    if ((u64)e < EXPERTS) mask |= 1u << ((const u32*)p.rank_E)[e];
-  }
-  return __reduce_or_sync(ALL_LANES, mask);
+// Block 0: counts to everybody, then the pairs, then the plan. False in threads that found something wrong.
+__device__ bool count_and_plan(const Params& p, u32 epoch, u32 tokens) {
+  __shared__ unsigned char rank_E[EXPERTS];
+  u32* counts_WE = shared_words;
+  if (threadIdx.x < RANKS)
+    store_relaxed(p.peer[threadIdx.x] + p.at_headers + 8 * p.rank, pack(epoch, tokens));
+  for (u32 i = threadIdx.x; i < WARPS * EXPERTS; i += THREADS) counts_WE[i] = 0;
+  for (u32 e = threadIdx.x; e < EXPERTS; e += THREADS) rank_E[e] = ((const u32*)p.rank_E)[e];
+  __syncthreads();
+  u32 warp = threadIdx.x / 32, pairs = tokens * TOP_K;
+  u32 share = (tokens + WARPS - 1) / WARPS * TOP_K;
+  u32 first = min(warp * share, pairs), last = min(first + share, pairs);
+  bool good = count_pairs(p, counts_WE, first, last);
+  __syncthreads();
+  send_counts(p, counts_WE, epoch);
+  __syncthreads();
+  send_pairs(p, counts_WE, rank_E, first, last);
+  return p.counts_first ? good & plan_from_counts(p, SEND_ROWS, epoch) : good;
 }
 
-// Warps read pieces of rows once and store them to every rank that needs them, this one included. The first loads are
-// under way before it is known who needs the row: nearly every row is needed, and a small step is all latency.
-__device__ void push_rows(const Params& p, u32 tokens, u32 worker, u32 workers) {
-  u32 lane = threadIdx.x % 32, pieces = pieces_of_row(tokens, workers), width = (VECS + pieces - 1) / pieces;
-  for (u32 item = worker; item < tokens * pieces; item += workers) {
-    u32 t = item / pieces, piece = item % pieces, end = min((piece + 1) * width, (u32)VECS), mask = ALL_LANES;
-    u64 from = p.x + t * ROW_BYTES, to = p.at_rows + (p.rank * p.max_tokens + t) * ROW_BYTES;
-    for (u32 base = piece * width; base < end; base += 32 * 4) {
-      u32 v = base + lane;
-      Vec a[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) a[j] = load_input(from + 16ull * min(v + 32 * j, end - 1));
-      if (base == piece * width) {
-        mask = ranks_of_token(p, t);
-        if (base == 0 && lane == 0) ((u32*)p.mask_T)[t] = mask;
-        if (!mask) break;
-      }
-#pragma unroll
-      for (u32 i = 1; i <= RANKS; ++i) {
-        u32 r = (p.rank + i) % RANKS;  // every rank begins with its neighbour, so that not all write to one
-        if (!(mask >> r & 1)) continue;
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (v + 32 * j < end) store_row(p.peer[r] + to + 16ull * (v + 32 * j), a[j]);
-      }
-    }
-  }
-}
-
-// True in the one block that finishes last; what all blocks wrote before is then ordered. Every thread calls.
-__device__ __forceinline__ bool last_to_send(State* state) {
-  __shared__ u32 last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    fence_system();
-    last = atomicInc(&state->rows_done, gridDim.x - 1) == gridDim.x - 1;
-    fence_device();
-  }
-  __syncthreads();
-  return last;
+// Release what this block has sent to every rank, unless it is block 0 and something is wrong: without its flag the
+// peers read nothing. Each block has a flag of its own, so no block waits for another. Every thread calls.
+__device__ void release_rows(const Params& p, u32 epoch, bool good) {
+  State* state = (State*)p.state;
+  good = !__syncthreads_or(!good);
+  u32 digest = *(volatile u32*)&state->digest;
+  if (threadIdx.x < RANKS && good)
+    store_release(p.peer[threadIdx.x] + p.at_row_flags + 8 * (p.rank * MAX_BLOCKS + blockIdx.x), pack(epoch, digest));
+  // All blocks have read the old epoch.
+  if (threadIdx.x == THREADS - 1 && last_block(&state->rows_done)) state->rows_epoch = epoch;
 }
 
 // Returns the epoch of the step. Every thread calls.
 __device__ u32 send_rows(const Params& p) {
-  State* state = (State*)p.state;
-  u32 epoch = epoch_after(*(volatile u32*)&state->rows_epoch);
+  u32 epoch = epoch_after(*(volatile u32*)&((State*)p.state)->rows_epoch);
   i64 given = *(const int*)p.tokens;
+  bool good = given >= 0 && given <= (i64)p.room;
   if (!alive(p)) return epoch;
-  if (given < 0 || given > (i64)p.room) {
-    if (threadIdx.x == 0) fail(p, SEND_ROWS, TOO_MANY_TOKENS, 1u << p.rank, (u64)given);
-    given = 0;
-  }
-  u32 tokens = given, planners = gridDim.x > 1 ? 1 : 0;
-  if (blockIdx.x == 0) count_and_plan(p, epoch, tokens);
+  if (!good && threadIdx.x == 0) fail(p, SEND_ROWS, TOO_MANY_TOKENS, 1u << p.rank, (u64)given);
+  u32 tokens = good ? given : 0, planners = gridDim.x > 1 ? 1 : 0;
+  if (blockIdx.x == 0) good &= count_and_plan(p, epoch, tokens);
   if (blockIdx.x >= planners)
     push_rows(p, tokens, (blockIdx.x - planners) * WARPS + threadIdx.x / 32, (gridDim.x - planners) * WARPS);
-  if (last_to_send(state)) {
-    u32 digest = *(volatile u32*)&state->digest;
-    if (threadIdx.x < RANKS && !failed(p))
-      store_release(p.peer[threadIdx.x] + p.at_row_flags + 8 * p.rank, pack(epoch, digest));
-    if (threadIdx.x == 0) state->rows_epoch = epoch;
-  }
+  release_rows(p, epoch, good);
   return epoch;
 }
 
@@ -237,19 +209,23 @@ __device__ void find_starts(const Params& p, u32 epoch, u32* starts_RE) {
     }
 }
 
-// Wait for every source's rows; the plan is compared before anything else of the message is read.
+// Wait for every block of every source; the plan, which block 0 sends, is compared before anything else of the message
+// is read.
 __device__ bool await_rows(const Params& p, u32 epoch, u32* tokens_R) {
   __shared__ u32 digest_R[RANKS];
-  u32 r = threadIdx.x % 32;
-  if (threadIdx.x < 32 && r < RANKS)
-#if FAULT == 3
-    digest_R[r] = 0;
-#else
-    digest_R[r] = (u32)await(p, RECEIVE_ROWS, p.at_row_flags + 8ull * r, epoch, r);
-#endif
-  if (threadIdx.x / 32 == 1 && r < RANKS) {  // headers carry their epoch too: another warp waits at the same time
+  if (threadIdx.x >= THREADS - RANKS) {  // headers carry their epoch too
+    u32 r = threadIdx.x - (THREADS - RANKS);
     tokens_R[r] = (u32)await(p, RECEIVE_ROWS, p.at_headers + 8ull * r, epoch, r);
     if (blockIdx.x == 0) ((u32*)p.tokens_R)[r] = tokens_R[r];
+  }
+  for (u32 i = threadIdx.x; i < RANKS * gridDim.x; i += THREADS) {
+    u32 r = i % RANKS, block = i / RANKS;
+#if FAULT == 3
+    u64 word = 0;
+#else
+    u64 word = await(p, RECEIVE_ROWS, p.at_row_flags + 8ull * (r * MAX_BLOCKS + block), epoch, r);
+#endif
+    if (block == 0) digest_R[r] = (u32)word;
   }
   if (!alive(p)) return false;
   bool differs = threadIdx.x < RANKS && digest_R[threadIdx.x] != digest_R[p.rank];
@@ -281,15 +257,40 @@ __device__ void receive_rows(const Params& p, u32 epoch) {
   if (blockIdx.x == 0 && p.replan && !p.counts_first) plan_from_counts(p, RECEIVE_ROWS, epoch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_send(const __grid_constant__ Params p) { send_rows(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_send(const __grid_constant__ Params p) {
+  begin_kernel();
+  send_rows(p);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_receive(const __grid_constant__ Params p) {
+  begin_kernel();
   u32 epoch = *(volatile u32*)&((State*)p.state)->rows_epoch;
   if (alive(p)) receive_rows(p, epoch);
 }
 
 // Both halves in one launch. Blocks that wait occupy their SM, so the grid must fit the device at once.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_both(const __grid_constant__ Params p) {
+  begin_kernel();
   u32 epoch = send_rows(p);
   if (alive(p)) receive_rows(p, epoch);
+}
+
+// For GEMMs over a batch of the same number of rows for every expert: the places of each expert's rows, and its count.
+// m_PK then points into outputs [this rank's experts, capacity], so that combine takes them as they are.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_batch(const __grid_constant__ Params p) {
+  begin_kernel();
+  if (!alive(p)) return;
+  for (u32 e = blockIdx.x; e < EXPERTS; e += gridDim.x) {
+    int l = ((const int*)p.slot_E)[e];
+    if (l < 0) continue;
+    u32 start = ((const u32*)p.starts_E)[e], count = ((const u32*)p.starts_E)[e + 1] - start;
+    if (threadIdx.x == 0) {
+      ((u32*)p.counts_L)[l] = count;
+      if (count > p.capacity) fail(p, RECEIVE_ROWS, OVER_CAPACITY, 1u << p.rank, pack(e, count));
+    }
+    for (u32 c = threadIdx.x; c < p.capacity; c += THREADS) {
+      ((int*)p.index_LC)[l * p.capacity + c] = c < count ? ((const int*)p.index_M)[start + c] : -1;
+      if (c < count) ((u32*)p.m_PK)[((const u32*)p.pair_M)[start + c]] = l * p.capacity + c;
+    }
+  }
 }

@@ -1,4 +1,4 @@
-"""This process as one rank that torchrun (or any launcher that sets RANK and WORLD_SIZE) has started."""
+"""This process as one rank that torchrun, srun or any launcher that sets RANK and WORLD_SIZE has started."""
 
 import os
 from datetime import timedelta
@@ -6,10 +6,14 @@ from typing import Any
 
 from bywash.errors import ConfigError, RankLostError
 from bywash.launch.local import RankMain
+from bywash.launch.network import interface_towards
+from bywash.launch.slurm import slurm_environment
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher has given this process a rank."""
+    """Whether a launcher has given this process a rank. Under SLURM this sets what torchrun would have set."""
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_environment(os.environ))
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -29,6 +33,9 @@ def run_under_torchrun(main: RankMain, payload: Any, asked_ranks: int | None, de
         raise ConfigError(
             f"--ranks {asked_ranks}: the launcher started {ranks} ranks; leave --ranks out under torchrun"
         )
+    towards = interface_towards(os.environ.get("MASTER_ADDR", ""))
+    if towards is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", towards[0])
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=deadline_s)))
     except ValueError as error:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from bywash.models.job import JobOptions, run_job
+from bywash.models.job import JobOptions, own_device, run_job
 from bywash.models.loader import DTYPES
 
 TOLERANCE = 1e-5
@@ -78,8 +78,16 @@ class CheckReport:
 def check_run(
     options: JobOptions, tokens: dict[int, list[int]], logits: dict[int, Tensor], router_mismatches: int
 ) -> CheckReport:
-    """Compare a finished run with one process. Takes about as long as two single-process runs."""
-    alone = run_job(replace(options, exchange="auto", link=None, speeds=(), trace=False), None)
+    """Compare a finished run with one process on the device of the run. Takes about as long as two such runs.
+
+    `options.device` says where the run's model was.
+    """
+    alone = run_job(
+        replace(
+            options, exchange="auto", link=None, speeds=(), trace=False, overlap="off", timeline=False, overflow=None
+        ),
+        None,
+    )
     ours = [logits[p] for p in sorted(logits)]
     theirs, their_tokens = _transformers_alone(options)
     scale = max(float(b.abs().max()) for b in theirs)
@@ -127,10 +135,12 @@ def _transformers_alone(options: JobOptions) -> tuple[list[Tensor], list[list[in
         local_files_only=True,
         experts_implementation="eager",
     ).eval()
+    device = own_device(options.device or "cpu", 0)
+    model = model.to(device)
     logits, tokens = [], []
     for prompt in options.prompts:
-        ids = torch.tensor([prompt])
-        logits.append(model(input_ids=ids).logits[0].float())
+        ids = torch.tensor([prompt], device=device)
+        logits.append(model(input_ids=ids).logits[0].float().cpu())
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -6,7 +6,8 @@ The same function runs in local processes, under torchrun and, with one rank, in
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ import torch
 import transformers
 
 import bywash
-from bywash.balance import Placement
+from bywash.balance import Placement, prepare_planner
+from bywash.balance.limits import MOST_ROWS
 from bywash.errors import CheckpointError, ConfigError
-from bywash.exchange import Combine, Exchange, Group, Link, Traffic, open_exchange
+from bywash.exchange import Combine, DeviceKind, Exchange, Group, Link, Traffic, one_host, open_exchange
 from bywash.models.checkpoint import fingerprint, weight_files
 from bywash.models.families import family_of
 from bywash.models.generate import Generation, Observer, generate, make_micro_batches
 from bywash.models.loader import DTYPES, gated_experts, load_model, read_config
+from bywash.models.overflow import OverflowOptions, OverflowResult
+from bywash.models.overlap import JobShape, Overlap, overlap_for
 from bywash.models.stages import LanguageModel, MicroBatch
-from bywash.moe import ExpertParallel
+from bywash.moe import ExpertParallel, SlotPool
+from bywash.moe.pipeline import Span, Usage, usage
 from bywash.routing import DECODE, PREFILL, Routing, RoutingTrace, TraceRecorder
 
 
@@ -45,6 +50,11 @@ class JobOptions:
     check: bool
     trace: bool
     topics: tuple[str, ...] = ()
+    overlap: str = "off"
+    timeline: bool = False
+    overflow: OverflowOptions | None = None
+    device: DeviceKind | None = None
+    """Where the model runs; None leaves it to `job_device`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +63,8 @@ class RankResult:
 
     Attributes:
         exchange: the exchange that ran, and what of its timing is emulated.
+        device: where the model ran.
+        experts_by: how its experts were computed; see `ExpertParallel.backend`.
         generation: its prompts' tokens and, in a check, prefill logits.
         traffic: what it sent.
         rows_LR: int64 [MoE layers, R], expert rows of each rank summed over steps (equal on all ranks).
@@ -61,9 +73,15 @@ class RankResult:
         load_s, prefill_s, decode_s: wall time of each phase, seconds.
         router_mismatches: tokens for which our gate differed from the model's router; None if not checked.
         trace: its share of the routing trace, if asked for.
+        overlap: how its steps were split, and why.
+        prefill_usage, decode_usage: what of the layers' time was compute, communication and exposed communication.
+        spans: when each stage ran, if the timeline was asked for.
+        overflow: what became of rows beyond what their home should take; None without slots or a capacity.
     """
 
     exchange: str
+    device: DeviceKind
+    experts_by: str
     emulated: str | None
     generation: Generation
     traffic: Traffic
@@ -75,6 +93,11 @@ class RankResult:
     decode_s: float = 0.0
     router_mismatches: int | None = None
     trace: RoutingTrace | None = None
+    overlap: Overlap | None = None
+    prefill_usage: Usage = field(default_factory=Usage)
+    decode_usage: Usage = field(default_factory=Usage)
+    spans: list[Span] = field(default_factory=list)
+    overflow: OverflowResult | None = None
 
 
 def run_job(options: JobOptions, group: Group | None, watch: "Watch | None" = None) -> RankResult:
@@ -88,27 +111,63 @@ def run_job(options: JobOptions, group: Group | None, watch: "Watch | None" = No
     rank, ranks = (group.rank, group.ranks) if group else (0, 1)
     directory = Path(options.directory)
     config = read_config(directory)
+    kind = options.device or job_device(options.exchange, options.link, group)
+    if options.overflow is not None and kind != "cpu":
+        raise ConfigError(
+            "--slots, --capacity-factor: rows leave home between CPU ranks only so far; leave them out on GPUs, or add "
+            "--exchange shm"
+        )
+    options = replace(options, device=kind)
     if group:
         group.agree(**_facts(options, directory))
     start = time.monotonic()
     watch.phase("loading weights")
     placement = _placement(options, family_of(config, options.directory).num_experts(config), ranks)
     mine = placement.experts_of(rank)
-    model, bytes_read = load_model(directory, mine, DTYPES[options.dtype])
+    device = own_device(kind, rank)
+    model, bytes_read = load_model(directory, mine, DTYPES[options.dtype], device)
     stages = LanguageModel(model, options.directory)
     if not stages.moe_layers:
         raise CheckpointError(f"{directory}: the model has no MoE layer; there is nothing to spread over ranks")
+    if options.overflow is not None:
+        prepare_planner()
     if group:
         group.meet("loading weights")
     load_s = time.monotonic() - start
     name = options.exchange if ranks > 1 else "auto"
-    exchange = open_exchange(name, group, combine_mode=options.combine, link=options.link)
+    exchange = open_exchange(name, group, combine_mode=options.combine, link=options.link, device=kind)
     try:
-        result = _generate(options, stages, exchange, placement, watch)
+        result = _generate(options, stages, exchange, placement, watch, device)
     finally:
         exchange.close()
     result.experts, result.bytes_read, result.load_s = len(mine), bytes_read, load_s
     return result
+
+
+def job_device(exchange: str, link: Link | None, group: Group | None) -> DeviceKind:
+    """Where a job's model runs: on GPUs with `peer`, and with `auto` on one host if there are any and their packages.
+
+    An emulated link is for CPU ranks, and so are the exchanges that are named for them.
+    """
+    if exchange == "peer":
+        return "cuda"
+    fits = exchange == "auto" and link is None and (group is None or one_host(group))
+    return "cuda" if fits and torch.cuda.is_available() and find_spec("cuda") and find_spec("cuda.core") else "cpu"
+
+
+def own_device(kind: DeviceKind, rank: int) -> torch.device:
+    """This rank's device, made the current one: ranks take the GPUs in turn, and share them if there are too few.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--exchange peer: no CUDA device is visible; use --exchange shm or gloo on CPUs")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 class Watch:
@@ -132,6 +191,8 @@ class _Meter:
     recorder: TraceRecorder | None
     began: list[float] = field(default_factory=list)
     rows_LR: np.ndarray = field(init=False)
+    usage: list[Usage] = field(default_factory=lambda: [Usage(), Usage()])
+    spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows_LR = np.zeros((len(self.layer_row), self.ranks), dtype=np.int64)
@@ -142,38 +203,60 @@ class _Meter:
         if self.recorder is not None:
             self.recorder.begin_step(*_token_places(step, batches))
 
-    def on_layer(self, layer: int, routing: Routing, experts: ExpertParallel) -> None:
-        assert experts.plan is not None
-        self.rows_LR[self.layer_row[layer]] += experts.plan.rows_R
+    def on_layer(self, layer: int, routing: Routing, rows_R: np.ndarray) -> None:
+        self.rows_LR[self.layer_row[layer]] += rows_R
         if self.recorder is not None:
-            self.recorder.add(layer, routing.ids_TK, routing.weights_TK)
+            self.recorder.add(layer, routing.ids_TK.cpu(), routing.weights_TK.cpu())
+
+    def on_spans(self, step: int, spans: Sequence[Span]) -> None:
+        self.usage[step > 0] += usage(spans)
+        if self.options.timeline:
+            self.spans += spans
 
 
 def _generate(
-    options: JobOptions, stages: LanguageModel, exchange: Exchange, placement: Placement, watch: Watch
+    options: JobOptions,
+    stages: LanguageModel,
+    exchange: Exchange,
+    placement: Placement,
+    watch: Watch,
+    device: torch.device,
 ) -> RankResult:
     layers = [layer.index for layer in stages.moe_layers]
     recorder = _recorder(options, stages, layers) if options.trace else None
+    pool = _slot_pool(options, stages, exchange)
     experts = {
-        layer.index: ExpertParallel(exchange=exchange, placement=placement, experts=gated_experts(layer.experts_module))
-        for layer in stages.moe_layers
+        layer.index: ExpertParallel(
+            exchange=exchange,
+            placement=placement,
+            experts=gated_experts(layer.experts_module),
+            pool=pool,
+            layer=number,
+        )
+        for number, layer in enumerate(stages.moe_layers)
     }
     meter = _Meter(options, {layer: i for i, layer in enumerate(layers)}, exchange.ranks, watch, recorder)
+    overlap = _overlap(options, stages, exchange.ranks)
     watch.phase("generating")
     generation = generate(
         stages,
         experts,
-        make_micro_batches(options.prompts, options.micro_batch, exchange.rank, exchange.ranks),
+        make_micro_batches(options.prompts, options.micro_batch, exchange.rank, exchange.ranks, device),
         new_tokens=options.new_tokens,
         stop_ids=frozenset(options.stop_ids),
         keep_logits=options.check,
         check_router=options.check,
-        observer=Observer(on_step=meter.on_step, on_layer=meter.on_layer),
+        prefill=overlap.prefill,
+        decode=overlap.decode,
+        deadline_s=options.deadline_s,
+        observer=Observer(on_step=meter.on_step, on_layer=meter.on_layer, on_spans=meter.on_spans),
     )
     ends = [*meter.began[1:], time.monotonic()]
     watch.step(options.new_tokens, options.new_tokens)
     return RankResult(
         exchange=exchange.name,
+        device=options.device or "cpu",
+        experts_by=experts[layers[0]].backend,
         emulated=exchange.emulated,
         generation=generation,
         traffic=exchange.traffic,
@@ -185,7 +268,46 @@ def _generate(
         decode_s=ends[-1] - ends[0],
         router_mismatches=sum(layer.router_mismatches or 0 for layer in stages.moe_layers) if options.check else None,
         trace=recorder.finish() if recorder else None,
+        overlap=overlap,
+        prefill_usage=meter.usage[0],
+        decode_usage=meter.usage[1],
+        spans=meter.spans,
+        overflow=_overflow_result(pool),
     )
+
+
+def _slot_pool(options: JobOptions, stages: LanguageModel, exchange: Exchange) -> SlotPool | None:
+    if options.overflow is None:
+        return None
+    limits = options.overflow.limits(
+        tokens=sum(len(prompt) for prompt in options.prompts),
+        top_k=stages.top_k,
+        experts=stages.num_experts,
+        speeds=options.speeds,
+    )
+    slots, layers = options.overflow.slots, len(stages.moe_layers)
+    return SlotPool(exchange, limits, slots=slots, experts=stages.num_experts, layers=layers)
+
+
+def _overflow_result(pool: SlotPool | None) -> OverflowResult | None:
+    if pool is None:
+        return None
+    capacity = pool.limits.capacity
+    return OverflowResult(capacity=capacity if capacity < MOST_ROWS else None, counters=pool.counters)
+
+
+def _overlap(options: JobOptions, stages: LanguageModel, ranks: int) -> Overlap:
+    groups = -(-len(options.prompts) // options.micro_batch)
+    job = JobShape(
+        ranks=ranks,
+        batches=-(-groups // ranks),
+        batch_prompts=options.micro_batch,
+        length=max(len(prompt) for prompt in options.prompts),
+        combine=options.combine,
+        link=options.link,
+        device=options.device or "cpu",
+    )
+    return overlap_for(options.overlap, stages, job)
 
 
 def _recorder(options: JobOptions, stages: LanguageModel, layers: list[int]) -> TraceRecorder:
@@ -210,6 +332,8 @@ def _placement(options: JobOptions, num_experts: int, ranks: int) -> Placement:
 def _facts(options: JobOptions, directory: Path) -> dict[str, Any]:
     """What must be equal on all ranks, under names an operator knows."""
     flags = {"new_tokens": "--tokens", "deadline_s": "--deadline", "topics": "--topic", "stop_ids": "stop ids"}
+    flags["overflow"] = "--slots, --capacity-factor, --alpha, --break-even"
+    flags["device"] = "where the model runs"
     values = asdict(options)
     # Every rank may keep its own copy of the checkpoint: what is in it is compared, not its path.
     del values["directory"]
@@ -227,9 +351,9 @@ def _token_places(step: int, batches: Sequence[MicroBatch]) -> tuple[int, np.nda
     prompts: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
     positions: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
     for batch in batches:
-        rows = batch.real_rows.numpy()
+        rows = batch.real_rows.cpu().numpy()
         width = batch.ids_BS.shape[1]
-        all_positions = (batch.keep_BC.long().cumsum(1) - 1)[:, -width:].reshape(-1).numpy()
+        all_positions = (batch.keep_BC.long().cumsum(1) - 1)[:, -width:].reshape(-1).cpu().numpy()
         prompts.append(np.asarray(batch.prompts, dtype=np.int32)[rows // width])
         positions.append(all_positions[rows].astype(np.int32))
     return (PREFILL if step == 0 else DECODE), np.concatenate(prompts), np.concatenate(positions)

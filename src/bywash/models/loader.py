@@ -6,13 +6,14 @@ transformers' own. `bywash run` calls it; `stages.py` wraps what it returns.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bywash.errors import BywashError, CheckpointError
 from bywash.models.checkpoint import ALL_EXPERTS, bytes_to_read, lazy_tensors
@@ -76,13 +77,16 @@ def _check_supported(config: Any, file: Path) -> None:
         )
 
 
-def load_model(directory: Path, experts: Sequence[int], dtype: torch.dtype) -> tuple[Any, int]:
+def load_model(
+    directory: Path, experts: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> tuple[Any, int]:
     """Load the dense weights whole and, of the experts, only those listed.
 
     Args:
         directory: checkpoint with config.json and safetensors.
         experts: ids of the experts to hold, ascending; the same in every MoE layer; may be empty.
         dtype: dtype of the weights in memory.
+        device: where they end up, by default in CPU memory; they pass through it.
 
     Returns:
         (transformers causal LM in eval mode, bytes read from disk).
@@ -116,6 +120,15 @@ def load_model(directory: Path, experts: Sequence[int], dtype: torch.dtype) -> t
             f"{directory}: {len(unused)} tensors have no place in the model that config.json describes, the first is "
             f"{unused[0]}"
         )
+    if device is not None and device.type != "cpu":
+        try:
+            model = model.to(device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise CheckpointError(
+                f"{directory}: this rank's weights do not fit on {device}: {read / 2**30:.1f} GiB were read, "
+                f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free; use more ranks on more GPUs"
+            ) from error
     return model.eval().requires_grad_(False), read
 
 
@@ -150,4 +163,12 @@ def gated_experts(module: Any) -> GatedExperts:
         apply_gate=module._apply_gate,
         gate_up_bias_LG=module.gate_up_proj_bias.data if module.has_bias else None,
         down_bias_LD=module.down_proj_bias.data if module.has_bias else None,
+        swiglu=is_swiglu(module._apply_gate),
     )
+
+
+def is_swiglu(apply_gate: Callable[[Tensor], Tensor]) -> bool:
+    """Whether an activation is silu(first half) * second half. It is tried out, since no name says so reliably."""
+    probe = torch.linspace(-9.0, 9.0, 64).reshape(4, 16)
+    gate, up = probe.chunk(2, dim=1)
+    return torch.allclose(apply_gate(probe), F.silu(gate) * up, rtol=1e-5, atol=1e-6)

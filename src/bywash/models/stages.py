@@ -1,7 +1,8 @@
 """A transformers MoE model cut into stages, so that our own loop decides what runs when.
 
 Stages of a decoder layer: attention, route, (experts: `ExpertParallel`), shared expert, finish; a dense layer has
-attention and dense. A `MicroBatch` carries one batch of prompts from stage to stage, with its own KV cache.
+attention and dense. `moe.pipeline` schedules them. A `MicroBatch` carries one batch of prompts from stage to stage,
+with its own KV cache.
 
 Shapes: B prompts of a micro-batch, S positions of this step, C cached positions so far, D hidden, V vocabulary,
 T real tokens (positions that are neither padding nor filler).
@@ -17,6 +18,7 @@ from transformers import DynamicCache
 
 from bywash.errors import RoutingError
 from bywash.models.families import Family, family_of
+from bywash.moe.pipeline import LayerForm
 from bywash.routing import Routing
 
 
@@ -45,15 +47,24 @@ class MicroBatch:
     position_BS: Tensor = field(default_factory=lambda: torch.empty(0))
     rope: Any = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _rows: tuple[Tensor, Tensor] | None = None
 
     @property
     def real_rows(self) -> Tensor:
-        """int64 [T], flat positions of the real tokens among B * S."""
-        return self.real_BS.reshape(-1).nonzero().squeeze(1)
+        """int64 [T], flat positions of the real tokens among B * S; found once a step, since a GPU is waited for."""
+        if self._rows is None or self._rows[0] is not self.real_BS:
+            self._rows = self.real_BS, self.real_BS.reshape(-1).nonzero().squeeze(1)
+        return self._rows[1]
 
 
 class DecoderLayer:
-    """One decoder layer as stages. All of them read and write the micro-batch's residual stream."""
+    """One decoder layer as stages. All of them read and write the micro-batch's residual stream.
+
+    Attributes:
+        index, is_moe, form: which layer, whether it has experts, and its stages.
+        check_router: whether `route` also asks the model's own router.
+        router_mismatches: tokens for which that one differed; None if it was never asked.
+    """
 
     def __init__(self, layer: Any, family: Family, config: Any, index: int) -> None:
         self._layer, self._family, self.index = layer, family, index
@@ -63,12 +74,25 @@ class DecoderLayer:
         self._window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
         accepted = inspect.signature(layer.self_attn.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self.form = LayerForm(moe=self.is_moe, shared=getattr(layer.mlp, "shared_experts", None) is not None)
+        self._inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+        self.check_router = False
         self.router_mismatches: int | None = None
 
     @property
     def experts_module(self) -> Any:
         """The transformers module that holds this rank's expert weights."""
         return self._layer.mlp.experts
+
+    def shape(self) -> dict[str, int]:
+        """Sizes of a MoE layer: bytes of a number, intermediate sizes, numbers in the attention's weights."""
+        down, shared = self.experts_module.down_proj, getattr(self._layer.mlp, "shared_experts", None)
+        return {
+            "item_bytes": down.element_size(),
+            "intermediate": self._inner,
+            "shared_intermediate": 0 if shared is None else shared.down_proj.weight.shape[1],
+            "attention_weights": sum(weight.numel() for weight in self._layer.self_attn.parameters()),
+        }
 
     def attention(self, batch: MicroBatch) -> None:
         """Norm, self-attention over the micro-batch's cache, residual."""
@@ -82,14 +106,10 @@ class DecoderLayer:
         )
         batch.hidden_BSD = batch.hidden_BSD + out
 
-    def route(self, batch: MicroBatch, *, check: bool = False) -> tuple[Tensor, Routing]:
+    def route(self, batch: MicroBatch) -> tuple[Tensor, Routing]:
         """Norm and router: ([T, D] of the real tokens, their routing).
 
         The router runs on all B * S rows, so that its product has one shape; only real tokens are returned.
-
-        Args:
-            batch: the micro-batch.
-            check: also ask the model's own router, and count tokens for which it differs.
 
         Raises:
             RoutingError: the router gave NaN.
@@ -101,7 +121,7 @@ class DecoderLayer:
         except RoutingError as error:
             raise RoutingError(f"layer {self.index}: {error}") from None
         real = batch.real_rows
-        if check:
+        if self.check_router:
             self._compare_routers(normed, routing, real)
         real_routing = Routing(
             ids_TK=routing.ids_TK[real], weights_TK=routing.weights_TK[real], num_experts=routing.num_experts
@@ -157,6 +177,21 @@ class LanguageModel:
         """Those layers that have experts."""
         return [layer for layer in self.layers if layer.is_moe]
 
+    def check_routers(self, check: bool) -> None:
+        """Whether every layer's `route` also asks the model's own router and counts tokens for which it differs."""
+        for layer in self.moe_layers:
+            layer.check_router = check
+
+    def layer_shape(self) -> dict[str, int]:
+        """Sizes of the first MoE layer, under the names of `moe.pipeline.cost.Load`."""
+        return self.moe_layers[0].shape()
+
+    def nothing(self, layer: int) -> tuple[Tensor, Routing]:
+        """What a rank or lane without prompts brings to the exchange of a layer: no rows, in the layer's dtype."""
+        rows = self.layers[layer].experts_module.down_proj.new_empty(0, self.hidden)
+        ids, weights = rows.new_empty(0, self.top_k, dtype=torch.long), rows.new_empty(0, self.top_k).float()
+        return rows, Routing(ids_TK=ids, weights_TK=weights, num_experts=self.num_experts)
+
     def embed(self, batch: MicroBatch) -> None:
         """Token embeddings and rotary positions of this step; position 0 is a prompt's first real token."""
         model = self._model.model
@@ -180,13 +215,13 @@ def _causal_mask(batch: MicroBatch, window: int | None) -> Tensor:
     """
     if window not in batch.masks:
         seq, cached = batch.ids_BS.shape[1], batch.keep_BC.shape[1]
-        query = torch.arange(cached - seq, cached)[:, None]
-        key = torch.arange(cached)[None, :]
+        query = torch.arange(cached - seq, cached, device=batch.keep_BC.device)[:, None]
+        key = torch.arange(cached, device=batch.keep_BC.device)[None, :]
         visible = key <= query
         if window is not None:
             visible &= key > query - window
         allowed = visible[None, None] & batch.keep_BC[:, None, None, :]
         dtype = batch.hidden_BSD.dtype
-        mask = torch.zeros(allowed.shape, dtype=dtype)
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         batch.masks[window] = mask.masked_fill_(~allowed, torch.finfo(dtype).min)
     return batch.masks[window]

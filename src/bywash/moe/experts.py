@@ -7,7 +7,8 @@ same bits wherever it stands, while a product over "however many rows came" does
 Knows nothing of ranks or transports. `ExpertParallel` calls it with what an exchange received.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -32,6 +33,10 @@ class Experts(Protocol):
 class GatedExperts:
     """Gated MLPs: down(gate_fn(gate_up(x) + b1)) + b2, the expert of every family that bywash runs.
 
+    Attributes:
+        swiglu_weights: (gate_up_LGD, down_LDF) where that is all there is to an expert; None with biases or another
+            activation.
+
     Matrix products on sizes that are no multiple of 16 would depend on where a row stands in its tile (seen with
     5 x 7 weights in float32 on CPU), so odd weights are padded with zeros once, here.
     """
@@ -44,6 +49,7 @@ class GatedExperts:
         apply_gate: Callable[[Tensor], Tensor],
         gate_up_bias_LG: Tensor | None = None,
         down_bias_LD: Tensor | None = None,
+        swiglu: bool = False,
     ) -> None:
         """Hold weights (not copied unless padded).
 
@@ -52,8 +58,11 @@ class GatedExperts:
             down_LDF: [L, D, F].
             apply_gate: [n, G] to [n, F], the model's own activation.
             gate_up_bias_LG, down_bias_LD: biases, if the family has them.
+            swiglu: `apply_gate` is silu(first F columns) * the others, which device kernels compute by themselves.
         """
         self.hidden, self._apply_gate = gate_up_LGD.shape[2], apply_gate
+        plain = swiglu and gate_up_bias_LG is None and down_bias_LD is None
+        self.swiglu_weights = (gate_up_LGD, down_LDF) if plain else None
         self._gate_up_width = gate_up_LGD.shape[1]
         self._gate_up, self._down = _padded(gate_up_LGD), _padded(down_LDF)
         self._gate_up_bias, self._down_bias = gate_up_bias_LG, down_bias_LD
@@ -65,6 +74,22 @@ class GatedExperts:
             gate_up = gate_up + self._gate_up_bias[slot]
         out = _product(self._gated(gate_up), self._down[slot])[:, : self.hidden]
         return out if self._down_bias is None else out + self._down_bias[slot]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Every tensor of the weights, experts first, as they are computed with (padded)."""
+        found = (self._gate_up, self._down, self._gate_up_bias, self._down_bias)
+        return [part for part in found if part is not None]
+
+    def with_parts(self, parts: Sequence[Tensor]) -> "GatedExperts":
+        """Other experts of the same kind, on tensors that are shaped like `parts` but for the number of experts."""
+        other = copy(self)
+        given = iter(parts)
+        other._gate_up, other._down = next(given), next(given)
+        other._gate_up_bias = next(given) if self._gate_up_bias is not None else None
+        other._down_bias = next(given) if self._down_bias is not None else None
+        other.swiglu_weights = None
+        return other
 
     def _gated(self, gate_up_nG: Tensor) -> Tensor:
         """The activation, with extra rows where the intermediate size is odd.
@@ -88,8 +113,22 @@ def _product(rows_nD: Tensor, weight: Tensor) -> Tensor:
     return F.linear(F.pad(rows_nD, (0, missing)) if missing else rows_nD, weight)
 
 
+class GroupedExperts(Protocol):
+    """All of a rank's experts in one call, as devices compute them."""
+
+    def __call__(self, rows_ND: Tensor, row_M: Tensor, slots_M: Tensor) -> Tensor:
+        """Pair m's row `row_M[m]` through the expert in `slots_M[m]`: [M, D]."""
+
+
 def run_experts(
-    experts: Experts, rows_ND: Tensor, ids_NK: Tensor, slot_of_E: Tensor, *, row_tile: int | None
+    experts: Experts,
+    rows_ND: Tensor,
+    ids_NK: Tensor,
+    slot_of_E: Tensor,
+    *,
+    row_tile: int | None,
+    wave_rows: int | None = None,
+    grouped: GroupedExperts | None = None,
 ) -> Tensor:
     """Every received pair through its expert: [M, D], in row-major order of the pairs with ids_NK >= 0.
 
@@ -102,6 +141,8 @@ def run_experts(
         ids_NK: the expert of each pair computed here, -1 elsewhere.
         slot_of_E: int64 [E], position of each expert among this rank's, -1 where it lives elsewhere.
         row_tile: rows of one fixed-shape product (`exact`), or None for one product per expert (`fast`).
+        wave_rows: the most rows of an expert at once: what bounds all that is held besides the outputs. None for all.
+        grouped: computes instead of `experts`, all at once.
 
     Raises:
         ConfigError: a row came for an expert that this rank does not have.
@@ -112,10 +153,13 @@ def run_experts(
         expert = int(ids_NK[valid_NK][slots_M < 0][0])
         raise ConfigError(f"rows for expert {expert} arrived at a rank that does not hold it: plan and weights differ")
     row_M = valid_NK.nonzero()[:, 0]
+    if grouped is not None:
+        return grouped(rows_ND, row_M, slots_M)
     y_MD = rows_ND.new_empty(row_M.numel(), rows_ND.shape[1])
     for slot, pairs in _groups(slots_M):
-        rows = rows_ND[row_M[pairs]]
-        y_MD[pairs] = experts.forward(slot, rows) if row_tile is None else _tiled(experts, slot, rows, row_tile)
+        for wave in pairs.split(wave_rows or pairs.numel()):
+            rows = rows_ND[row_M[wave]]
+            y_MD[wave] = experts.forward(slot, rows) if row_tile is None else _tiled(experts, slot, rows, row_tile)
     return y_MD
 
 

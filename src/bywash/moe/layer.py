@@ -1,17 +1,21 @@
 """`ExpertParallel`: one MoE layer whose experts live on several ranks.
 
 route (caller) -> count -> plan -> dispatch -> experts -> combine. The layer orders the steps; the plan decides,
-the exchange moves, the experts compute. Models call it through their adapter; `naive.py` is its oracle.
+the exchange moves, the experts compute. Models call it through their adapter, the pipeline its halves; `naive.py` is
+its oracle.
 """
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bywash.balance import Placement, StepPlan, plan_step
 from bywash.errors import ConfigError
-from bywash.exchange import Exchange
-from bywash.moe.experts import ROW_TILE, Experts, run_experts
+from bywash.exchange import Exchange, Handle, Received
+from bywash.moe.device_experts import grouped_experts
+from bywash.moe.experts import ROW_TILE, Experts, GatedExperts, GroupedExperts, run_experts
+from bywash.moe.slots import SlotPool
 from bywash.routing import Routing
 
 
@@ -25,19 +29,52 @@ class ExpertParallel:
     Attributes:
         exchange: this rank's end of the exchange; layers share one.
         placement: the home of every expert.
-        plan: the plan made from the last step's counts: what a report shows and a step with `reuse_plan` sends under.
+        backend: how experts are computed: a backend of `device_experts`, or `one by one`.
+        pool: slots for rows that leave home, with the limits that say when; None computes every row at home.
+        plans: for each part, the plan made from its last counts: what a report shows and a step with `reuse_plan`
+            sends under. A caller that sends a step's tokens in several parts numbers them; else there is only part 0.
+        loads: for each part, int64 [R], the expert rows that each rank computes in the last step.
     """
 
-    def __init__(self, *, exchange: Exchange, placement: Placement, experts: Experts) -> None:
+    def __init__(
+        self,
+        *,
+        exchange: Exchange,
+        placement: Placement,
+        experts: Experts,
+        pool: SlotPool | None = None,
+        layer: int = 0,
+    ) -> None:
+        """One layer.
+
+        Args:
+            exchange: see the class.
+            placement: see the class; for as many ranks as the exchange has.
+            experts: this rank's, in the order of `placement.experts_of`.
+            pool: slots that layers share; the output keeps its bits in `exact` and `stable`.
+            layer: which of the pool's layers this is.
+
+        Raises:
+            ConfigError: parts that do not fit together.
+        """
         if placement.ranks != exchange.ranks:
             raise ConfigError(f"placement is for {placement.ranks} ranks, the exchange has {exchange.ranks}")
         self.exchange, self.placement, self.experts = exchange, placement, experts
-        self.plan: StepPlan | None = None
+        self.plans: dict[int, StepPlan] = {}
+        self.loads: dict[int, NDArray[np.int64]] = {}
+        self.pool, self._layer = pool, layer
+        self.backend = "one by one"
         self._slot_of_E = torch.full((placement.num_experts,), -1)
         mine = placement.experts_of(exchange.rank)
         self._slot_of_E[mine] = torch.arange(len(mine))
+        self._home_place_E = self._slot_of_E.numpy().copy()
+        self._computing = self._with_guests()
         # `fast` promises no bits, so it may use one product per expert, however many rows came.
         self._row_tile = None if exchange.combine_mode == "fast" else ROW_TILE
+        self._grouped: GroupedExperts | None = None
+        weights = getattr(experts, "swiglu_weights", None)
+        if weights is not None and weights[0].is_cuda:
+            self._use_device(*weights)
 
     def __call__(self, x_TD: Tensor, routing: Routing, *, reuse_plan: bool = False) -> Tensor:
         """Each token's weighted sum over its experts.
@@ -45,7 +82,8 @@ class ExpertParallel:
         Every rank calls, also with T = 0.
 
         Args:
-            x_TD: [T, D] in float32, bfloat16 or float16; T may differ between ranks and steps.
+            x_TD: [T, D] in float32, bfloat16 or float16, where the exchange moves rows (CPU or GPU), as are the routing
+                and the weights; T may differ between ranks and steps.
             routing: this rank's routing of the same T tokens.
             reuse_plan: send under the plan that the layer's last step left behind, without waiting for this step's
                 counts (they travel with the rows and make the next plan). For decode, where the round trip is a
@@ -59,15 +97,75 @@ class ExpertParallel:
             RankLostError, PlanMismatchError: see `Exchange.dispatch_start`.
             RoutingError: ids or weights that no router may produce (checked on CPU tensors, where it is cheap).
         """
+        received, handle = self.dispatch(x_TD, routing, reuse_plan=reuse_plan)
+        return self.exchange.combine(handle, self.compute(received))
+
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, *, reuse_plan: bool = False, part: int = 0
+    ) -> tuple[Received, Handle]:
+        """Count, plan, send and receive: the first part of a call, which see. `part` says whose plan to use."""
         self._check_shapes(x_TD, routing)
-        if self.plan is None or not reuse_plan:
-            counts_RE = self.exchange.counts(routing.counts_E().numpy().astype(np.int32))
-            self.plan = plan_step(counts_RE, self.placement)
-        received, handle = self.exchange.dispatch(x_TD, routing, self.plan)
+        plan = self.plans.get(part) if reuse_plan else None
+        if plan is None or (self.pool is not None and not self.pool.still_holds(plan)):
+            counts_RE = self.exchange.counts(routing.counts_E().cpu().numpy().astype(np.int32))
+            plan = self.plans[part] = self._plan(counts_RE, part, ahead=reuse_plan)
+        self._open_slots_for(plan)
+        received, handle = self.exchange.dispatch(x_TD, routing, plan)
         if reuse_plan:
-            self.plan = plan_step(received.counts_RE, self.placement)
-        y_MD = run_experts(self.experts, received.rows_ND, received.ids_NK, self._slot_of_E, row_tile=self._row_tile)
-        return self.exchange.combine(handle, y_MD)
+            self.plans[part] = self._plan(received.counts_RE, part, ahead=True)
+        # With all rows at home any plan from these counts has the step's loads.
+        self.loads[part] = (
+            self.plans[part].rows_R
+            if self.pool is None
+            else self.pool.counters[self._layer].add_step(plan, received.counts_RE)
+        )
+        return received, handle
+
+    def compute(self, received: Received) -> Tensor:
+        """This rank's experts on what arrived: [M, D], as `Exchange.combine_start` takes it."""
+        if self._slot_of_E.device != received.ids_NK.device:
+            self._slot_of_E = self._slot_of_E.to(received.ids_NK.device)
+        return run_experts(
+            self._computing,
+            received.rows_ND,
+            received.ids_NK,
+            self._slot_of_E,
+            row_tile=self._row_tile,
+            wave_rows=self.pool.limits.capacity if self.pool is not None else None,
+            grouped=self._grouped,
+        )
+
+    def _plan(self, counts_RE: NDArray[np.int32], part: int, *, ahead: bool) -> StepPlan:
+        if self.pool is None:
+            return plan_step(counts_RE, self.placement)
+        if part:
+            raise ConfigError("layer: a step in several parts needs a plan for each; slots hold those of one")
+        return self.pool.plan(counts_RE, self.placement, self._layer, ahead=ahead)
+
+    def _open_slots_for(self, plan: StepPlan) -> None:
+        """Get the weights that the plan's step computes with here, and note where they are."""
+        if self.pool is None or plan.directory is None:
+            return
+        assert isinstance(self.experts, GatedExperts), "checked by the constructor"
+        self.pool.fill(self._layer, plan.digest, self.experts, self._home_place_E)
+        place_E, own = self._home_place_E.copy(), self.experts.parts[0].shape[0]
+        for expert, slot in plan.directory.held(self.exchange.rank, self._layer).items():
+            place_E[expert] = own + slot
+        self._slot_of_E = torch.from_numpy(place_E)
+
+    def _with_guests(self) -> Experts:
+        if self.pool is None:
+            return self.experts
+        if not isinstance(self.experts, GatedExperts):
+            raise ConfigError("layer: slots hold the weights of GatedExperts, not of other experts")
+        if self.experts.parts[0].is_cuda:
+            raise ConfigError("layer: slots are filled on the CPU only so far; leave out the pool on GPUs")
+        return self.pool.with_guests(self.experts)
+
+    def _use_device(self, gate_up_LGD: Tensor, down_LDF: Tensor) -> None:
+        found = grouped_experts(gate_up_LGD, down_LDF, row_independent=self._row_tile is not None)
+        if found is not None:
+            self._grouped, self.backend = found, found.backend
 
     def _check_shapes(self, x_TD: Tensor, routing: Routing) -> None:
         if x_TD.dim() != 2 or x_TD.shape[0] != routing.tokens or x_TD.shape[1] != self.experts.hidden:

@@ -41,7 +41,9 @@ class Routing:
         return self.ids_TK.shape[1]
 
     def counts_E(self) -> Tensor:
-        """Rows per expert: int64 [E] on the CPU path (the device path counts in a kernel)."""
+        """Rows per expert: int64 [E], where the ids are. (`PeerDevice` counts in a kernel instead.)"""
+        if self.ids_TK.is_cuda:
+            return torch.bincount(self.ids_TK.reshape(-1) + 1, minlength=self.num_experts + 1)[1:]
         # numpy: in a decode step the calls cost more than the counting. Bin 0 takes "no expert".
         counts = np.bincount(self.ids_TK.numpy().ravel() + 1, minlength=self.num_experts + 1)
         return torch.from_numpy(counts[1:])

@@ -50,12 +50,21 @@ def describe(plan: FabricPlan) -> str:
 
 def bounds(plan: FabricPlan) -> str:
     """What senders must keep to so that a first burst, which no control has seen, pauses nobody."""
+    keep = _sending(plan)
     if plan.rotation is None:
-        return f"first bursts: {plan.values.incast} senders at once to one receiver fit below the first pause"
-    return (
+        return keep + f"first bursts: {plan.values.incast} senders at once to one receiver fit below the first pause"
+    return keep + (
         f"first bursts: {plan.values.incast} senders at full rate to one receiver pause it; let at most "
         f"{plan.rotation} send at once (an all-to-all in rotation has one), or pace each to {plan.pace_gbps:g} Gb/s"
     )
+
+
+def _sending(plan: FabricPlan) -> str:
+    """The schedule that the values file wants of senders; no switch or NIC setting enforces it."""
+    sending = plan.values.sending
+    words = [f"at most {sending.active} messages of a NIC under way at once"] if sending.active else []
+    words += [f"each QP paced to {sending.pace_gbps:g} Gb/s"] if sending.pace_gbps else []
+    return f"senders: {', '.join(words)} (the exchange has to keep to it)\n" if words else ""
 
 
 def _switch(same: list[SwitchPlan]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from bywash.errors import ConfigError
 from bywash.fabric.config.asic import KIB, Asic
 from bywash.fabric.config.headroom import Headroom, LookupTable, formula, lua
-from bywash.fabric.config.thresholds import EgressCase, Marking, choose_marking
+from bywash.fabric.config.thresholds import EgressCase, Marking, choose_marking, given_marking
 from bywash.fabric.config.values import SwitchRule, Values, rule_for
 from bywash.fabric.prove.graph import SwitchGraph, switch_graph
 from bywash.fabric.prove.prover import Routes, one_class
@@ -334,7 +334,7 @@ def _wreds(
         cases.setdefault(case, port.name)
     best: dict[int, WredPlan] = {}
     for case, port_name in cases.items():
-        marking = choose_marking(case, values.dcqcn.control(case.gbps))
+        marking = _marking(values, case)
         old = best.get(int(case.gbps))
         if old is None or _tightness(marking) < _tightness(old.marking):
             speed = int(case.gbps)
@@ -348,6 +348,13 @@ def _wreds(
             name=f"ROCE_{speed}G", gbps=speed, marking=nearest.marking, decided_by=nearest.decided_by
         )
     return tuple(best[speed] for speed in sorted(best))
+
+
+def _marking(values: Values, case: EgressCase) -> Marking:
+    """As the values file has it, or computed."""
+    if values.marking is None:
+        return choose_marking(case, values.dcqcn.control(case.gbps))
+    return given_marking(case, *values.marking.at(case.gbps), values.marking.pmax_percent)
 
 
 def _tightness(marking: Marking) -> tuple[float, float]:

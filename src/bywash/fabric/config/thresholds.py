@@ -110,19 +110,60 @@ def choose_marking(case: EgressCase, control: Dcqcn) -> Marking:
     pause = _first_pause(case, alpha, free, case.senders)
     room = _largest_kmax(case, case.sender_gbps, case.senders, pause)
     kmax = min(KMAX_OF_KMIN * kmin, _down(room)) if room >= 2 * kmin else 2 * kmin
+    probability = marking_probability(case.senders, case.gbps, control)
+    why = (
+        f"Kmin = min(HPCC 4,000 B x {case.gbps:g} Gb/s = {scaled:,.0f}, {_spread_words(case)}, "
+        f"half the first pause = {_pausable_kmin(case, alpha):,.0f}) -> {kmin:,} B",
+        f"Pmax: fixed point of {case.senders} flows marks {100 * probability:.2f} % -> {_percent(probability)} %",
+    )
+    return _marking(case, kmin, kmax, _percent(probability), why)
+
+
+def given_marking(case: EgressCase, kmin_bytes: int, kmax_bytes: int, pmax_percent: int) -> Marking:
+    """Thresholds that somebody else chose, such as the tuner, with the bounds on senders that they need.
+
+    Raises:
+        ConfigError: PFC could pause before ECN marks.
+    """
+    alpha = alpha_of(case.dynamic_th)
+    spread = any_spread_ecn_bound(case.shared_bytes, case.ports, case.priorities, alpha)
+    if kmin_bytes >= spread:
+        raise ConfigError(
+            f"marking.kmin_bytes: {kmin_bytes:,} B at {case.gbps:g} Gb/s; for ECN to mark before PFC pauses it must be "
+            f"below {spread:,.0f} B; lower it, or raise dynamic_th"
+        )
+    free = case.shared_bytes - case.priorities * (case.ports - 1) * kmin_bytes
+    pause = _first_pause(case, alpha, free, case.senders)
+    if kmax_bytes >= pause:
+        raise ConfigError(
+            f"marking.kmax_bytes: {kmax_bytes:,} B at {case.gbps:g} Gb/s; {case.senders} senders to one pause at "
+            f"{pause:,.0f} B, before every packet is marked; lower it, or raise dynamic_th"
+        )
+    why = (
+        f"Kmin = {kmin_bytes:,} B as given, below {_spread_words(case)}",
+        f"Pmax: {pmax_percent} % as given",
+    )
+    return _marking(case, kmin_bytes, kmax_bytes, pmax_percent, why)
+
+
+def _marking(case: EgressCase, kmin: int, kmax: int, pmax_percent: int, why: tuple[str, str]) -> Marking:
+    """The marking, and the bounds on senders that it needs. `why` are the lines of Kmin and of Pmax."""
+    alpha = alpha_of(case.dynamic_th)
+    free = case.shared_bytes - case.priorities * (case.ports - 1) * kmin
+    pause = _first_pause(case, alpha, free, case.senders)
     fits = peak_bytes(case, kmax, case.sender_gbps, case.senders) <= pause
     pace = None if fits else _largest_pace(case, kmax, pause)
     rotation = None if fits else _largest_rotation(case, kmax, alpha, free)
-    probability = marking_probability(case.senders, case.gbps, control)
+    kmin_line, pmax_line = why
     return Marking(
         kmin_bytes=kmin,
         kmax_bytes=kmax,
-        pmax_percent=min(100, max(1, math.ceil(100 * probability))),
+        pmax_percent=pmax_percent,
         pace_gbps=pace,
         rotation=rotation,
         first_pause_bytes=int(pause),
         peak_bytes=math.ceil(peak_bytes(case, kmax, pace if pace is not None else case.sender_gbps, case.senders)),
-        lines=_lines(case, kmin, kmax, scaled, spread, free, pause, pace, rotation, probability),
+        lines=(kmin_line, *_incast_lines(case, kmax, free, pause, pace, rotation), pmax_line),
     )
 
 
@@ -202,19 +243,22 @@ def _down(value: float) -> int:
     return int(value // KIB) * KIB
 
 
-def _lines(
-    case: EgressCase,
-    kmin: int,
-    kmax: int,
-    scaled: float,
-    spread: float,
-    free: float,
-    pause: float,
-    pace: float | None,
-    rotation: int | None,
-    probability: float,
-) -> tuple[str, ...]:
+def _percent(probability: float) -> int:
+    return min(100, max(1, math.ceil(100 * probability)))
+
+
+def _spread_words(case: EgressCase) -> str:
     alpha = alpha_of(case.dynamic_th)
+    spread = any_spread_ecn_bound(case.shared_bytes, case.ports, case.priorities, alpha)
+    return (
+        f"any spread alpha B' / (n (1 + alpha P)) = {alpha:g} x {case.shared_bytes:,} / ({case.ports} x "
+        f"(1 + {alpha:g} x {case.priorities})) = {spread:,.0f}"
+    )
+
+
+def _incast_lines(
+    case: EgressCase, kmax: int, free: float, pause: float, pace: float | None, rotation: int | None
+) -> tuple[str, str]:
     arrives = arrival_gbps(case, case.sender_gbps, case.senders)
     peak = peak_bytes(case, kmax, case.sender_gbps, case.senders)
     bound = (
@@ -224,14 +268,9 @@ def _lines(
         f"or let at most {rotation} send to one receiver at a time"
     )
     return (
-        f"Kmin = min(HPCC 4,000 B x {case.gbps:g} Gb/s = {scaled:,.0f}, any spread alpha B' / (n (1 + alpha P)) = "
-        f"{alpha:g} x {case.shared_bytes:,} / ({case.ports} x (1 + {alpha:g} x {case.priorities})) = {spread:,.0f}, "
-        f"half the first pause = {_pausable_kmin(case, alpha):,.0f}) -> {kmin:,} B",
         f"first pause of {case.senders} to 1: alpha B'' / (share + alpha), B'' = {free:,.0f} B with every other queue "
         f"at Kmin -> {pause:,.0f} B",
         f"incast: {arrives:g} Gb/s arrive at {case.gbps:g} Gb/s; loop {case.loop_us:.1f} us"
         + (" + wait behind Kmax" if case.mark_at_enqueue else "")
         + f"; Kmax {kmax:,} B -> {bound}",
-        f"Pmax: fixed point of {case.senders} flows marks {100 * probability:.2f} % -> "
-        f"{min(100, max(1, math.ceil(100 * probability)))} %",
     )

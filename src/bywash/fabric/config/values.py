@@ -100,6 +100,35 @@ class Reaction(_Strict):
         return self.increase_mbps if self.increase_mbps is not None else max(1, round(gbps))
 
 
+class MarkingValues(_Strict):
+    """ECN thresholds in place of computed ones, for links of `gbps`; links of other rates take them in proportion.
+
+    `bywash fabric tune` writes them. They still have to precede PFC: a plan refuses those that do not.
+    """
+
+    gbps: float = Field(gt=0)
+    kmin_bytes: int = Field(ge=1)
+    kmax_bytes: int = Field(ge=1)
+    pmax_percent: int = Field(ge=1, le=100)
+
+    def at(self, gbps: float) -> tuple[int, int]:
+        """Kmin and Kmax of a link of this rate, in bytes."""
+        return round(self.kmin_bytes * gbps / self.gbps), round(self.kmax_bytes * gbps / self.gbps)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.kmin_bytes > self.kmax_bytes:
+            raise ValueError(f"kmin_bytes {self.kmin_bytes} exceeds kmax_bytes {self.kmax_bytes}")
+        return self
+
+
+class SendingValues(_Strict):
+    """What senders keep to: messages that a NIC has under way at once (0: any number), rate of a QP (0: the NIC's)."""
+
+    active: int = Field(default=0, ge=0)
+    pace_gbps: float = Field(default=0.0, ge=0)
+
+
 class NicValues(_Strict):
     """Host side. Lists are in the order of a server's NICs; `{n}` in a pattern is the NIC's number in its server."""
 
@@ -127,6 +156,8 @@ class Values(_Strict):
     mark_at: Literal["enqueue", "dequeue"] = "enqueue"
     watchdog: Watchdog = Watchdog()
     dcqcn: Reaction = Reaction()
+    marking: MarkingValues | None = None
+    sending: SendingValues = SendingValues()
     nic: NicValues = NicValues()
     adaptive_routing: bool = False
 

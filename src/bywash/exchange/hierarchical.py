@@ -1,0 +1,393 @@
+"""`hierarchical`: the exchange for several hosts. Each token crosses once to every host that computes for it.
+
+The node leg takes a row to the *gateway*, the rank with the source's index on the other host; the inner leg (`shm`)
+gives it to the ranks there that need it. Outputs go back the same way: summed inside the host (`fast`), summed per home
+rank (`stable`), or all k of them (`exact`). With top-4 over two hosts a row crosses 0.94 times on average where a flat
+all-to-all without deduplication sends 2. docs/hosts.md explains the protocol and what is promised when hosts are lost.
+
+Shapes: T tokens of this rank, K experts per token, D hidden, R ranks, H hosts, E experts, P rows given out here (own
+ones, then those of the sources that this rank is gateway for, in rank order), N rows received, M pairs.
+
+`node_leg` carries messages between hosts, `inner_leg` rows inside one, `node_rows` is the arithmetic; this file the
+order of events. Unequal numbers of ranks per host are fine: see `HostMap.gateway`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bywash.balance import StepPlan
+from bywash.errors import BywashError, ConfigError, ExchangeError, PlanMismatchError
+from bywash.exchange import node_rows
+from bywash.exchange.base import Exchange, Handle, Received
+from bywash.exchange.gloo import GlooExchange
+from bywash.exchange.group import Group
+from bywash.exchange.host_map import HostMap
+from bywash.exchange.inner_leg import InnerLeg
+from bywash.exchange.names import Combine
+from bywash.exchange.node_leg import SCHEDULES, Message, NodeLeg, Schedule, Transfer
+from bywash.exchange.node_rows import NodeRows, Outputs
+from bywash.routing import Routing
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HEADER = 5
+"""Words before the counts in a header: rows, digest of the plan, hidden size, top-k, dtype."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One step in flight.
+
+    Attributes:
+        x_TD: this rank's rows.
+        rows_H: what each host computes for them.
+        kind: what comes back.
+        rows: on their way to and from gateways.
+        counts: rows per expert of this rank and of those that it is gateway for, this one first.
+        inner: the step of the inner leg.
+        given: rows given out here, by the rank they belong to, this one first.
+        names_PK, weights_PK: of the rows given out.
+    """
+
+    x_TD: Tensor
+    rows_H: list[NodeRows]
+    kind: Outputs
+    rows: Transfer
+    counts: dict[int, Tensor]
+    inner: Handle | None = None
+    given: dict[int, int] = field(default_factory=dict)
+    names_PK: Tensor | None = None
+    weights_PK: Tensor | None = None
+
+
+class HierarchicalExchange(Exchange):
+    """Rows deduplicated per host, between CPU ranks. Up to two steps may be in flight.
+
+    `Received.rows_ND` lies in shared memory until `combine_start`; its rows are in the order of (gateway, source,
+    token), and `rows_from_R` counts them by gateway.
+    """
+
+    name = "hierarchical"
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        combine_mode: Combine = "exact",
+        schedule: Schedule = "together",
+        hosts: HostMap | None = None,
+    ) -> None:
+        """Prepare; shared memory is opened by the first step, when its shape is known.
+
+        Args:
+            group: the ranks. Its `deadline_s` bounds every wait, its `hosts` says who shares one.
+            combine_mode: see `Exchange`. `stable` gives the bits of the other exchanges' `stable`.
+            schedule: of the node leg; see `node_leg`.
+            hosts: ranks to treat as hosts, each of one real host; by default the real ones.
+
+        Raises:
+            ConfigError: unknown schedule, or too many ranks on a host.
+        """
+        super().__init__(rank=group.rank, ranks=group.ranks, combine_mode=combine_mode)
+        if schedule not in SCHEDULES:
+            raise ConfigError(f"schedule = {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        self.group, self.hosts, self._schedule = group, hosts or group.hosts, schedule
+        self._here = self.hosts.host_R[self.rank]
+        self._leg = NodeLeg(group, self.hosts, schedule)
+        self._gateways, self._sources = self.hosts.gateways(self.rank), self.hosts.sources(self.rank)
+        self._weights = GlooExchange(group)  # copies weights into slots: rare, and each copy has one target
+        self._inner: InnerLeg | None = None
+        self._experts = 0
+        self._failure: BywashError | None = None
+        self._closed = False
+
+    def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
+        """See `Exchange.counts`. Counts cross once to each host, and are then shared inside."""
+        with self._telling():
+            inner = self._open(counts_E.size)
+            mine = torch.from_numpy(np.ascontiguousarray(counts_E, np.int32))
+            into = {source: torch.empty_like(mine) for source in self._sources}
+            self._leg.trade(Message.COUNTS, dict.fromkeys(self._gateways, mine), into, "gathering counts")
+            counts_RE = self._spread_counts(inner, {self.rank: mine} | into)
+            self._count_bytes()
+            return counts_RE
+
+    def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
+        """See `Exchange.dispatch_start`."""
+        self._check_step(x_TD, routing, plan)
+        with self._telling():
+            self._open(routing.num_experts)
+            rows_H = node_rows.rows_per_host(routing, plan, self.rank, self.hosts)
+            others = [rows for host, rows in enumerate(rows_H) if host != self._here]
+            counts_E = routing.counts_E().to(torch.int32)
+            x_TD = x_TD.detach()
+            headers = self._trade_headers(x_TD, routing.top_k, others, plan, counts_E)
+            record_bytes = x_TD.shape[1] * x_TD.element_size() + 8 * routing.top_k
+            into = {r: torch.empty(int(h[0]), record_bytes, dtype=torch.uint8) for r, h in headers.items()}
+            records = dict(zip(self._gateways, (_pack(x_TD, rows) for rows in others), strict=True))
+            step = _Step(
+                x_TD=x_TD,
+                rows_H=rows_H,
+                kind=self._kind(plan),
+                rows=self._leg.begin(Message.ROWS, records, into, "dispatching rows"),
+                counts={self.rank: counts_E} | {rank: header[_HEADER:] for rank, header in headers.items()},
+            )
+        self.traffic.rows_sent += sum(rows.tokens_P.numel() for rows in others)
+        self.traffic.logical_bytes += 2 * int(counts_E.sum()) * x_TD.shape[1] * x_TD.element_size()
+        return Handle(routing=routing, plan=plan, state={"step": step})
+
+    def dispatch_finish(self, handle: Handle) -> Received:
+        """See `Exchange.dispatch_finish`."""
+        handle.advance("dispatch_finish", "combine_start")
+        step: _Step = handle.state["step"]
+        with self._telling():
+            inner = self._open(handle.routing.num_experts)
+            rows_PD, step.names_PK, step.weights_PK = self._receive_rows(step)
+            with self._inside(inner):
+                step.inner = inner.begin(rows_PD, step.names_PK, step.weights_PK, handle.plan.digest)
+                received = inner.arrive(step.inner)
+            counts_RE = self._spread_counts(inner, step.counts)
+        rows_from_R = np.zeros(self.ranks, np.int64)
+        rows_from_R[list(self.hosts.members[self._here])] = received.rows_from_R
+        self.traffic.steps += 1
+        self._count_bytes()
+        return Received(
+            rows_ND=received.rows_ND,
+            ids_NK=received.ids_NK,
+            weights_NK=received.weights_NK,
+            rows_from_R=rows_from_R.tolist(),
+            counts_RE=counts_RE,
+        )
+
+    def combine_start(self, handle: Handle, y_MD: Tensor) -> None:
+        """See `Exchange.combine_start`: outputs go to the gateways; `combine_finish` takes them across."""
+        handle.advance("combine_start", "combine_finish")
+        step: _Step = handle.state["step"]
+        with self._telling():
+            inner = self._open(handle.routing.num_experts)
+            assert step.inner is not None, "dispatch_finish sets it"
+            with self._inside(inner):
+                inner.combine_start(step.inner, y_MD)
+
+    def combine_finish(self, handle: Handle) -> Tensor:
+        """See `Exchange.combine_finish`."""
+        handle.advance("combine_finish", "done")
+        step: _Step = handle.state["step"]
+        with self._telling():
+            back = self._outputs_of_host(step, handle)
+            parts = self._trade_outputs(step, handle, back)
+        handle.state.clear()
+        self._count_bytes()
+        if step.kind == "sum":
+            return node_rows.add_sums(parts, step.rows_H, step.x_TD)
+        if step.kind == "homes":
+            return node_rows.add_homes(parts, step.rows_H, handle.routing, handle.plan)
+        add = node_rows.add_pairs
+        if self.combine_mode == "stable":
+            return node_rows.add_pairs_by_home(parts, step.rows_H, handle.routing, handle.plan)
+        return add(parts, step.rows_H, handle.routing)
+
+    def open_slots(self, slots: int, slot_bytes: int) -> Tensor:
+        """See `Exchange.open_slots`."""
+        return self._weights.open_slots(slots, slot_bytes)
+
+    def fetch(self, donor_RS: NDArray[np.int32], digest: int, read: Callable[[int, int], Tensor]) -> None:
+        """See `Exchange.fetch`. Weights go straight from donor to slot, over sockets inside a host too."""
+        with self._telling():
+            self._weights.fetch(donor_RS, digest, read)
+        self.traffic.weight_bytes = self._weights.traffic.weight_bytes
+
+    def close(self) -> None:
+        """See `Exchange.close`. The group belongs to the caller and stays open."""
+        self._closed = True
+        if self._inner is not None:
+            self._inner.close()
+
+    def _kind(self, plan: StepPlan) -> Outputs:
+        """What comes back across: a home rank's sum cannot be made on a host where only some of its pairs ran."""
+        if self.combine_mode == "stable" and not plan.spilled:
+            return "homes"
+        return "sum" if self.combine_mode == "fast" else "pairs"
+
+    def _open(self, experts: int) -> InnerLeg:
+        """The inner leg, opened by the first step. Every rank calls."""
+        if self._failure is not None:
+            first = self._failure
+            raise type(first)(str(first), first.ranks) if isinstance(first, ExchangeError) else type(first)(str(first))
+        if self._closed:
+            raise ConfigError("exchange hierarchical: closed; open a new one")
+        if self._inner is None:
+            facts = {"--exchange": self.name, "--combine": self.combine_mode, "schedule": self._schedule}
+            self.group.agree(**facts, experts=experts, hosts=self.hosts.members)
+            most = max(len(self.hosts.sources(rank)) for rank in self.hosts.members[self._here])
+            self._inner = InnerLeg(
+                self.group,
+                self.hosts.neighbours(self.rank),
+                experts=experts,
+                parts=1 + most,
+                sums=self.combine_mode == "fast",
+            )
+            self._experts = experts
+        if experts != self._experts:
+            raise ConfigError(f"exchange hierarchical: {experts} experts, but it was opened for {self._experts}")
+        return self._inner
+
+    def _check_step(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> None:
+        if plan.rows_R.size != self.ranks or plan.rank_E.size != routing.num_experts:
+            raise ConfigError(
+                f"exchange hierarchical: a plan for {plan.rows_R.size} ranks and {plan.rank_E.size} experts; this step "
+                f"has {self.ranks} and {routing.num_experts}"
+            )
+        if x_TD.dtype not in _DTYPES or x_TD.device.type != "cpu" or x_TD.dim() != 2:
+            raise ConfigError(f"exchange hierarchical: rows are {x_TD.dtype} on {x_TD.device}, not {_DTYPES} on cpu")
+        if x_TD.shape[0] != routing.tokens:
+            raise ConfigError(f"exchange hierarchical: rows {list(x_TD.shape)} for {routing.tokens} routed tokens")
+
+    def _trade_headers(
+        self, x_TD: Tensor, top_k: int, others: list[NodeRows], plan: StepPlan, counts_E: Tensor
+    ) -> dict[int, Tensor]:
+        """Tell gateways what will come; every source's header, checked: same plan, same shapes."""
+        shape = [plan.digest, x_TD.shape[1], top_k, _DTYPES.index(x_TD.dtype)]
+        headers = {
+            gateway: torch.cat([_words([rows.tokens_P.numel(), *shape]), counts_E])
+            for gateway, rows in zip(self._gateways, others, strict=True)
+        }
+        into = {rank: torch.empty(_HEADER + self._experts, dtype=torch.int32) for rank in self._sources}
+        self._leg.trade(Message.HEADER, headers, into, "agreeing on the plan")
+        for rank, header in into.items():
+            digest, *theirs = header[1:_HEADER].numpy().view(np.uint32).tolist()
+            if digest != plan.digest:
+                raise PlanMismatchError(
+                    f"rank {rank} planned this step differently (digest {digest:#010x}, rank {self.rank} has "
+                    f"{plan.digest:#010x}); no row was read. All ranks must run the same bywash with the same options",
+                    [rank],
+                )
+            if theirs != shape[1:]:
+                raise ConfigError(
+                    f"rank {rank} sends rows of {_shape_text(theirs)}; rank {self.rank} has {_shape_text(shape[1:])}"
+                )
+        return into
+
+    def _receive_rows(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, names and weights of all tokens that this rank gives out: own ones, then each source's."""
+        own, top_k = step.rows_H[self._here], step.rows_H[0].names_PK.shape[1]
+        row_bytes = step.x_TD.shape[1] * step.x_TD.element_size()
+        self._leg.finish(step.rows, "waiting for dispatched rows")
+        into = step.rows.into
+        step.given = {self.rank: own.tokens_P.numel()} | {rank: part.shape[0] for rank, part in into.items()}
+        came = torch.cat(list(into.values())) if into else torch.empty(0, row_bytes + 8 * top_k, dtype=torch.uint8)
+        rows, names, weights = (
+            part.clone(memory_format=torch.contiguous_format)
+            for part in came.split([row_bytes, 4 * top_k, 4 * top_k], dim=1)
+        )
+        return (
+            torch.cat([step.x_TD[own.tokens_P], rows.view(step.x_TD.dtype)]),
+            torch.cat([own.names_PK, names.view(torch.int32).long()]),
+            torch.cat([own.weights_PK, weights.view(torch.float32)]),
+        )
+
+    def _outputs_of_host(self, step: _Step, handle: Handle) -> dict[int, Tensor]:
+        """What this host computed for the rows given out here, by the rank they belong to."""
+        inner = self._open(handle.routing.num_experts)
+        assert step.inner is not None, "dispatch_finish sets it"
+        assert step.names_PK is not None, "dispatch_finish sets it"
+        assert step.weights_PK is not None, "dispatch_finish sets it"
+        with self._inside(inner):
+            y = inner.combine_finish(step.inner) if step.kind == "sum" else inner.combine_pairs(step.inner)
+        per_row = torch.ones(y.shape[0], dtype=torch.int64)
+        if step.kind == "pairs":
+            per_row = (step.names_PK >= 0).sum(dim=1)
+        elif step.kind == "homes":
+            names, rank_E = step.names_PK, handle.plan.rank_E
+            y = node_rows.sum_homes(y, names, step.weights_PK, self._experts, rank_E)
+            row_O = node_rows.home_order(names, self._experts, rank_E)[0]
+            per_row = torch.bincount(row_O, minlength=names.shape[0])
+        sizes = [int(part.sum()) for part in per_row.split(list(step.given.values()))]
+        return dict(zip(step.given, y.split(sizes), strict=True))
+
+    def _trade_outputs(self, step: _Step, handle: Handle, back: dict[int, Tensor]) -> list[Tensor]:
+        """Send outputs home across, and get those for this rank's tokens: by host."""
+        sent = {rank: _as_bytes(part) for rank, part in back.items() if rank != self.rank}
+        row_bytes = step.x_TD.shape[1] * step.x_TD.element_size()
+        coming = [rows for host, rows in enumerate(step.rows_H) if host != self._here]
+        sizes = [node_rows.outputs_per_host(rows, step.kind, self._experts, handle.plan.rank_E) for rows in coming]
+        into = {
+            rank: torch.empty(size, row_bytes, dtype=torch.uint8)
+            for rank, size in zip(self._gateways, sizes, strict=True)
+        }
+        self._leg.trade(Message.OUTPUTS, sent, into, "waiting for outputs")
+        self.traffic.rows_returned += sum(part.shape[0] for part in sent.values())
+        parts = [part.view(step.x_TD.dtype).view(-1, step.x_TD.shape[1]) for part in into.values()]
+        parts.insert(self._here, back[self.rank])
+        return parts
+
+    def _spread_counts(self, inner: InnerLeg, known: dict[int, Tensor]) -> NDArray[np.int32]:
+        """Every rank's counts, [R, E], from those that each gateway of this host has."""
+        with self._inside(inner):
+            counts_LSE = inner.share_counts(torch.stack(list(known.values())).numpy())
+        counts_RE = np.empty((self.ranks, self._experts), np.int32)
+        for rank, counts_SE in zip(self.hosts.members[self._here], counts_LSE, strict=True):
+            for source, counts_E in zip([rank, *self.hosts.sources(rank)], counts_SE, strict=False):
+                counts_RE[source] = counts_E
+        return counts_RE
+
+    def _count_bytes(self) -> None:
+        inside = self._inner.traffic.wire_bytes if self._inner is not None else 0
+        self.traffic.host_bytes = self._leg.sent_bytes
+        self.traffic.wire_bytes = self._leg.sent_bytes + inside
+
+    @contextmanager
+    def _inside(self, inner: InnerLeg) -> Iterator[None]:
+        """Put errors of the inner leg in terms of the job."""
+        try:
+            yield
+        except BywashError as error:
+            raise self._cause(inner.in_the_job(error)) from error
+
+    def _cause(self, error: BywashError) -> BywashError:
+        """A neighbour that runs, but is late or has given up, may have waited for another host: ask who is silent."""
+        if isinstance(error, PlanMismatchError) or not isinstance(error, ExchangeError):
+            return error
+        if self.group.hosts.hosts == 1 or set(error.ranks) & self.group.sick().keys():
+            return error
+        across = self.group.verdict(str(error))
+        return error if isinstance(across, ExchangeError) and not across.ranks else across
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Remember an error, and let everybody know that this rank gives up."""
+        try:
+            yield
+        except BywashError as error:
+            if self._failure is None:
+                self._failure = error
+                if self._inner is not None:
+                    self._inner.tell(error)
+                self.group.tell(error)
+            raise
+
+
+def _pack(x_TD: Tensor, rows: NodeRows) -> Tensor:
+    """uint8 [P, record]: hidden vector, K int32 names, K float32 weights."""
+    parts = (x_TD[rows.tokens_P], rows.names_PK.to(torch.int32), rows.weights_PK)
+    return torch.cat([_as_bytes(part) for part in parts], dim=1)
+
+
+def _words(values: list[int]) -> Tensor:
+    """int32 words with the bits of unsigned values."""
+    return torch.from_numpy(np.array(values, np.uint32).view(np.int32))
+
+
+def _shape_text(shape: list[int]) -> str:
+    return f"hidden {shape[0]}, top-{shape[1]}, {_DTYPES[shape[2]]}"
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    if rows.shape[0] == 0:  # a tensor of no rows may have any strides, which view() refuses
+        return torch.empty(0, rows.shape[1] * rows.element_size(), dtype=torch.uint8)
+    return rows.contiguous().view(torch.uint8)

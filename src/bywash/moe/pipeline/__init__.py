@@ -1,0 +1,43 @@
+"""Overlap: micro-batches whose rows travel while others compute, as a schedule that executors run.
+
+`schedule` says what an order of stages is and checks it, `order` makes one, `simulate` times it, `cost` decides how to
+split a step, `run_cpu` runs it on two threads, `forward` does what each stage is, `naive` is the oracle.
+docs/overlap.md explains all of it.
+"""
+
+from bywash.moe.pipeline.cost import MODES, Decision, Load, Machine, decide, splits_of
+from bywash.moe.pipeline.forward import Forward, LayerStages
+from bywash.moe.pipeline.naive import forward_naive
+from bywash.moe.pipeline.order import IN_FLIGHT, build_schedule
+from bywash.moe.pipeline.run_cpu import CpuExecutor
+from bywash.moe.pipeline.schedule import SERIAL, Kind, LayerForm, Op, Schedule, Semaphore, Split, Stream, check
+from bywash.moe.pipeline.simulate import Span, Usage, critical_path, simulate, usage
+
+__all__ = [
+    "IN_FLIGHT",
+    "MODES",
+    "SERIAL",
+    "CpuExecutor",
+    "Decision",
+    "Forward",
+    "Kind",
+    "LayerForm",
+    "LayerStages",
+    "Load",
+    "Machine",
+    "Op",
+    "Schedule",
+    "Semaphore",
+    "Span",
+    "Split",
+    "Stream",
+    "Usage",
+    "build_schedule",
+    "check",
+    "critical_path",
+    "decide",
+    "forward_naive",
+    "simulate",
+    "splits_of",
+    "usage",
+]

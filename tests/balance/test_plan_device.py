@@ -1,0 +1,195 @@
+"""plan.cu: it compiles for every architecture, and equals the naive planner in an emulated block and on a GPU."""
+
+import ctypes
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bywash.balance import Limits, Placement, SlotDirectory
+from bywash.balance.limits import ATTEMPTS, MOST_AGE
+from bywash.errors import ConfigError
+from bywash.kernels.compile import compiler_version, kernel_source
+from bywash.kernels.plan import SOURCES, THREADS, compile_plan, parameter_names
+from tests.balance.plan_cases import Oracle, draw_counts
+
+SOURCE = kernel_source(SOURCES)
+SHAPES = [(8, 256, 4), (64, 96, 2), (3, 7, 2), (5, 13, 0), (2, 8, 40), (33, 70, 3)]
+shapes = pytest.mark.parametrize(("ranks", "experts", "slots"), SHAPES, ids=["-".join(map(str, s)) for s in SHAPES])
+
+
+def needs_nvrtc():
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed: pip install 'bywash[cuda]'")
+    try:
+        compiler_version()
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@shapes
+def test_compiles(ranks, experts, slots, arch, tmp_path):
+    needs_nvrtc()
+    code = compile_plan(ranks, experts, slots, arch, cache=tmp_path)
+    assert code[:4] == b"\x7fELF"
+    assert b"plan_shared_bytes" in code
+
+
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(65, 8, 1), (8, 2000, 1), (8, 8, 129), (0, 8, 1)])
+def test_shapes_beyond_the_limits_are_refused(ranks, experts, slots):
+    with pytest.raises(ConfigError, match="are supported on a GPU"):
+        compile_plan(ranks, experts, slots, "sm_90")
+
+
+def test_numbers_agree_with_python():
+    assert f"#define THREADS {THREADS}\n" in SOURCE
+    assert f"#define ATTEMPTS {ATTEMPTS}\n" in SOURCE
+    assert THREADS == 32 * ATTEMPTS
+    assert "#define MOST_AGE ((1 << 30) - 1)\n" in SOURCE
+    assert MOST_AGE == (1 << 30) - 1
+    assert len(set(parameter_names())) == 17
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """Ask for `emulated(ranks, experts, slots)`: a function that plans like `plan.cu` and returns its arrays."""
+    compiler = shutil.which("g++")
+    if compiler is None or platform.machine() != "x86_64" or platform.system() != "Linux":
+        pytest.skip("the block emulator needs g++ on x86-64 Linux")
+    folder = tmp_path_factory.mktemp("plan")
+    text = SOURCE.replace("extern __shared__ u64 plan_memory[];", "static u64* plan_memory;")
+    text = re.sub(r"^(#pragma unroll|#line|extern \"C\" __device__).*$", "", text, flags=re.MULTILINE)
+    (folder / "plan.inc").write_text(text)
+
+    def build(ranks, experts, slots):
+        library = folder / f"plan-{ranks}-{experts}-{slots}.so"
+        subprocess.run(
+            [compiler, "-O1", "-w", "-std=c++17", "-shared", "-fPIC", f"-DRANKS={ranks}", f"-DEXPERTS={experts}",
+             f"-DSLOTS={slots}", f'-DKERNEL_FILE="{folder / "plan.inc"}"', "-o", library,
+             str(Path(__file__).with_name("block_emulator.cpp"))],
+            check=True, timeout=120,
+        )  # fmt: skip
+        return Emulated(ctypes.CDLL(str(library)))
+
+    return build
+
+
+class Emulated:
+    def __init__(self, library):
+        self._library = library
+
+    def __call__(self, counts_RE, placement, limits, directory, layer):
+        ranks, experts = counts_RE.shape
+        slots = directory.keys_RS.shape[1]
+        arrays = {
+            "counts_RE": counts_RE,
+            "home_E": placement.home_E,
+            "speeds_R": limits.speeds_R(ranks).astype(np.int32),
+            "keys_RS": directory.keys_RS.copy(),
+            "ages_RS": directory.ages_RS.copy(),
+            "rows_ER": np.full((experts, ranks), 77, np.int32),
+            "fetch_RS": np.full((ranks, slots), 77, np.int32),
+            "rows_R": np.full(ranks, 77, np.int64),
+            "digest": np.zeros(1, np.uint32),
+            "pieces": np.zeros(ATTEMPTS * ranks * slots + 1, np.uint64),
+        }
+        values = {name: array.ctypes.data for name, array in arrays.items()}
+        values |= {"layer": layer, "layers": directory.layers}
+        values |= {n: getattr(limits, n) for n in ("capacity", "alpha_1024", "fetch_rows", "use_rows", "keep")}
+        words = [values[name] for name in parameter_names()]
+        self._library.run_plan((ctypes.c_uint64 * len(words))(*words))
+        return arrays
+
+
+class OnGpu:
+    """The kernel itself, with the emulator's interface."""
+
+    def __init__(self, placement, limits, directory):
+        from bywash.kernels.plan import DevicePlanner
+
+        self._planner = DevicePlanner(placement, limits, directory)
+
+    def __call__(self, counts_RE, placement, limits, directory, layer):
+        self._planner(torch.from_numpy(counts_RE).cuda(), layer)
+        names = ("keys_RS", "ages_RS", "rows_ER", "fetch_RS", "rows_R", "digest")
+        found = {name: getattr(self._planner, name).cpu().numpy() for name in names}
+        return found | {"digest": found["digest"].view(np.uint32)}
+
+
+def random_setting(rng, ranks, experts, slots):
+    layers = int(rng.integers(1, 4))
+    home_E = rng.integers(0, ranks, experts).astype(np.int32)
+    capacity = int(rng.choice([3, 30, 200, 10**6]))
+    limits = Limits(
+        capacity=capacity,
+        alpha_1024=int(rng.choice([1024, 1100, 1500])),
+        fetch_rows=min(capacity, int(rng.choice([1, 2, 9]))),
+        use_rows=min(capacity, int(rng.choice([1, 2, 5]))),
+        keep=int(rng.choice([0, layers])),
+        speeds=() if rng.random() < 0.6 else (1, *(int(speed) for speed in rng.integers(0, 5, ranks - 1))),
+    )
+    placement = Placement.equal(experts, ranks) if rng.random() < 0.5 else Placement(home_E=home_E, ranks=ranks)
+    return placement, limits, SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts, layers=layers)
+
+
+def compare(planner, rng, placement, limits, directory, plans):
+    """Plans in turn on one directory; returns how many moved rows.
+
+    The oracle is the naive planner: numba would first compile for many seconds on a GPU machine that is new.
+    """
+    oracle, experts, spilled = Oracle(placement, limits, directory), np.arange(placement.num_experts), 0
+    for number in range(plans):
+        shape = rng.choice(["random", "one expert", "one donor", "equal", "nothing", "top-1"])
+        counts_RE = draw_counts(rng, placement.ranks, placement.num_experts, shape)
+        layer = number % directory.layers
+        expected, found = oracle(counts_RE, layer), planner(counts_RE, placement, limits, directory, layer)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=f"{name} of plan {number}, {shape}, {limits}")
+        spilled += expected["rows_ER"][experts, placement.home_E].sum() < counts_RE.sum()
+        directory = replace(directory, keys_RS=expected["keys_RS"], ages_RS=expected["ages_RS"])
+    return spilled
+
+
+@shapes
+def test_an_emulated_block_equals_the_cpu(ranks, experts, slots, emulated):
+    planner, rng = emulated(ranks, experts, slots), np.random.default_rng(ranks)
+    spilled = sum(compare(planner, rng, *random_setting(rng, ranks, experts, slots), plans=6) for _ in range(5))
+    assert spilled >= 5 or slots == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@shapes
+def test_the_gpu_equals_the_cpu(ranks, experts, slots):
+    rng = np.random.default_rng(ranks)
+    for _ in range(5):
+        setting = random_setting(rng, ranks, experts, slots)
+        compare(OnGpu(*setting), rng, *setting, plans=6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_plan_on_the_gpu_follows_the_counts():
+    placement, limits = Placement.equal(64, 4), Limits()
+    directory = SlotDirectory.empty(ranks=4, slots=3, experts=64)
+    from bywash.kernels.plan import DevicePlanner
+
+    planner, rng = DevicePlanner(placement, limits, directory), np.random.default_rng(1)
+    counts_RE = torch.zeros(4, 64, dtype=torch.int32, device="cuda")
+    planner(counts_RE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        planner(counts_RE)
+    oracle = Oracle(placement, limits, directory)
+    oracle(np.zeros((4, 64), np.int32))
+    for _ in range(20):
+        drawn = draw_counts(rng, 4, 64, "one donor")
+        counts_RE.copy_(torch.from_numpy(drawn))
+        graph.replay()
+        expected = oracle(drawn)
+        np.testing.assert_array_equal(planner.rows_ER.cpu().numpy(), expected["rows_ER"])
+        np.testing.assert_array_equal(planner.keys_RS.cpu().numpy(), expected["keys_RS"])

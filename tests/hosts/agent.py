@@ -1,0 +1,67 @@
+"""One host's launcher for tests: imports once, then forks a rank for each line on its input, and prints its pid.
+
+A line is a JSON object: `env` of the rank, `job` (a function of `tests.hosts.jobs`), `arguments`, `deadline_s`, and
+`out`, the file for what the job returns or the error that it ends with.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from bywash.errors import BywashError
+from bywash.launch import run_under_torchrun, under_torchrun
+from tests.hosts import jobs
+
+PRELOADED = ("torch.distributed", "bywash.models.job", "transformers.modeling_utils", "transformers.generation")
+
+
+def serve():
+    for module in PRELOADED:
+        import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped at once
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            be_rank(request)
+        print(pid, flush=True)
+
+
+def be_rank(request):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    out = Path(request["out"])
+    log = os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(request["env"])
+    torch.set_num_threads(1)
+    results = []
+
+    def main(arguments, rank, ranks, store):
+        results.append(getattr(jobs, request["job"])(rank, ranks, store, request["deadline_s"], **arguments))
+
+    answer = {}
+    try:
+        assert under_torchrun()
+        run_under_torchrun(main, request["arguments"], None, request["deadline_s"])
+        answer["result"] = results[0]
+    except BywashError as error:
+        answer.update(error=type(error).__name__, text=str(error), ranks=list(getattr(error, "ranks", ())))
+    except BaseException:
+        answer["crash"] = traceback.format_exc()
+    answer["ended"] = time.monotonic()
+    out.with_suffix(".part").write_text(json.dumps(answer))
+    out.with_suffix(".part").rename(out)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()

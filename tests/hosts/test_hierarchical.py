@@ -1,0 +1,133 @@
+"""The `hierarchical` exchange among local processes that play hosts: its arithmetic, bit for bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bywash.balance import Limits, Placement
+from bywash.errors import ConfigError
+from bywash.exchange import LocalExchange, open_exchange
+from bywash.exchange.hierarchical import HierarchicalExchange
+from bywash.exchange.host_map import HostMap
+from bywash.moe import ExpertParallel, SlotPool, expert_parallel_naive
+from tests.moe.common import Case, random_batch, random_experts
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+
+
+def layer_steps(group, case, names, steps, schedule="together", slots=0):
+    """Steps of one layer with hosts by `names`, and under `shm`: the outputs of both, and rows that left home."""
+    placement = Placement.equal(case.experts, group.ranks)
+    mine = random_experts(
+        case.experts, case.hidden, case.inner, case.dtype, case.seed, placement.experts_of(group.rank)
+    )
+    outputs = {}
+    for name in ("hierarchical", "shm"):
+        exchange = open_exchange("shm", group, combine_mode=case.combine)
+        if name == "hierarchical":
+            exchange = HierarchicalExchange(
+                group, combine_mode=case.combine, schedule=schedule, hosts=HostMap.of(names[: group.ranks])
+            )
+        pool = None
+        if slots:
+            limits = Limits(capacity=8, alpha_1024=1024, fetch_rows=1, use_rows=1)
+            pool = SlotPool(exchange, limits, slots=slots, experts=case.experts)
+        layer = ExpertParallel(exchange=exchange, placement=placement, experts=mine, pool=pool)
+        outputs[name], spilled = [], 0
+        for step in range(steps):
+            batch = random_batch(replace(case, seed=case.seed + 13 * step), group.rank)
+            outputs[name].append(layer(*batch, reuse_plan=bool(step % 2)))
+            spilled += layer.plans[0].spilled
+        outputs[name + " spilled"] = spilled
+        exchange.close()
+    return outputs
+
+
+@st.composite
+def cases(draw):
+    ranks = draw(st.integers(2, 4))
+    experts = draw(st.integers(1, 13))
+    return Case(
+        hidden=draw(st.integers(1, 70)),
+        inner=draw(st.integers(1, 24)),
+        experts=experts,
+        top_k=draw(st.integers(1, min(experts, 6))),
+        tokens=tuple(draw(st.lists(st.sampled_from([0, 0, 1, 5, 17, 33]), min_size=ranks, max_size=ranks))),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        combine=draw(st.sampled_from(["exact", "stable", "fast"])),
+        seed=draw(st.integers(0, 10**6)),
+        skew=draw(st.sampled_from([0.0, 0.5, 50.0])),
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    case=cases(),
+    names=st.lists(st.sampled_from("aabbc"), min_size=4, max_size=4),
+    schedule=st.sampled_from(["together", "rotated"]),
+)
+def test_any_map_of_ranks_to_hosts_gives_the_bits_of_one_rank_and_of_shm(pools, case, names, schedule):
+    everything = random_experts(case.experts, case.hidden, case.inner, case.dtype, case.seed)
+    alone = ExpertParallel(
+        exchange=LocalExchange(combine_mode="exact"),
+        placement=Placement.equal(case.experts, 1),
+        experts=everything,
+    )
+    for rank, outputs in enumerate(pools(case.ranks).run(layer_steps, case, names, 3, schedule)):
+        for step, out_TD in enumerate(outputs["hierarchical"]):
+            x_TD, routing = random_batch(replace(case, seed=case.seed + 13 * step), rank)
+            wanted = expert_parallel_naive(x_TD, routing, everything)
+            torch.testing.assert_close(out_TD, wanted, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
+            assert out_TD.dtype == case.dtype
+            if case.combine == "exact":
+                assert torch.equal(out_TD, alone(x_TD, routing))
+            if case.combine == "stable":
+                assert torch.equal(out_TD, outputs["shm"][step])
+
+
+@pytest.mark.parametrize("combine", ["exact", "stable", "fast"])
+def test_rows_that_leave_home_for_slots_on_another_host(pools, combine):
+    case = Case(
+        hidden=33, inner=16, experts=8, top_k=3, tokens=(40, 9, 0, 21), dtype=torch.float32, combine=combine, seed=5,
+        skew=0.5,
+    )  # fmt: skip
+    results = pools(4).run(layer_steps, case, "abab", 4, "together", 2)
+    assert all(result["hierarchical spilled"] > 0 for result in results)
+    for result in results:
+        for ours, shm in zip(result["hierarchical"], result["shm"], strict=True):
+            torch.testing.assert_close(ours, shm, rtol=2e-5, atol=2e-5)
+            assert combine == "fast" or torch.equal(ours, shm)
+
+
+def test_gateways_share_the_sources_of_a_larger_host():
+    hosts = HostMap.of("aaabb")
+    assert [hosts.gateways(rank) for rank in range(5)] == [[3], [4], [3], [0], [1]]
+    assert [hosts.sources(rank) for rank in range(5)] == [[3], [4], [], [0, 2], [1]]
+
+
+@given(names=st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_every_rank_has_one_gateway_on_every_other_host(names):
+    hosts = HostMap.of(names)
+    assert sorted(rank for ranks in hosts.members for rank in ranks) == list(range(len(names)))
+    entered = np.zeros((len(names), hosts.hosts), int)
+    for rank in range(len(names)):
+        for source in hosts.sources(rank):
+            entered[source, hosts.host_R[rank]] += 1
+            assert rank in hosts.gateways(source)
+    for rank, host in enumerate(hosts.host_R):
+        assert entered[rank].tolist() == [int(other != host) for other in range(hosts.hosts)]
+
+
+def refuses(group):
+    try:
+        HierarchicalExchange(group, schedule="random")
+    except ConfigError as error:
+        return str(error)
+
+
+def test_an_unknown_schedule_is_refused(pools):
+    assert "together, rotated" in pools(2).run(refuses)[0]

@@ -1,0 +1,116 @@
+"""The exchange's kernels, emulated on the CPU, against the same oracles as on GPUs."""
+
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from bywash.errors import ConfigError
+from bywash.exchange import peer_device
+from tests.exchange import peer_steps
+from tests.kernels import emulator
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++ to compile the kernels for the CPU")
+
+SMALL = {"experts": 12, "top_k": 3, "dtype": "bfloat16", "tokens": 20}
+LONG = {"experts": 6, "top_k": 2, "hidden": 40, "dtype": "bfloat16", "tokens": 1500}
+QUICK = {
+    "stable": (2, {**SMALL, "hidden": 136, "mode": "stable", "num_sms": 1, "tokens": 90}),  # several rounds
+    "exact-fp8": (
+        2,
+        {**SMALL, "hidden": 269, "dtype": "float16", "mode": "exact", "fp8": "power-of-two", "num_sms": 1},
+    ),
+}
+SLOW = {
+    "wide": (2, {**SMALL, "hidden": 1048, "mode": "stable"}),
+    "exact": (2, {**SMALL, "hidden": 1048, "mode": "exact"}),
+    "three-f16": (3, {**SMALL, "hidden": 37, "dtype": "float16", "mode": "stable"}),
+    "four-f32": (4, {**SMALL, "hidden": 300, "dtype": "float32", "mode": "fast", "num_sms": 2}),
+    "fp8": (2, {**SMALL, "hidden": 1032, "mode": "exact", "fp8": "amax"}),
+    "fp8-odd": (3, {**SMALL, "hidden": 269, "dtype": "float16", "mode": "stable", "fp8": "power-of-two"}),
+    "one-sm": (2, {**SMALL, "hidden": 64, "mode": "stable", "num_sms": 1, "fp8": "amax"}),
+    "long": (2, {**LONG, "mode": "stable"}),
+    "long-three": (3, {**LONG, "mode": "stable"}),
+    "long-exact": (3, {**LONG, "mode": "exact"}),
+    "alone": (1, {**SMALL, "hidden": 72, "mode": "stable"}),
+}
+
+
+@pytest.mark.parametrize(("ranks", "config"), QUICK.values(), ids=QUICK)
+def test_random_steps(ranks, config):
+    with emulator.emulated():
+        emulator.Threads(ranks, 60.0).run(peer_steps.random_steps, 1, config, 4, 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "config"), SLOW.values(), ids=SLOW)
+def test_more_random_steps(ranks, config):
+    with emulator.emulated():
+        emulator.Threads(ranks, 60.0).run(peer_steps.random_steps, 1, config, 9, 1000)
+
+
+def refuse_arguments(group):
+    """What a caller may get wrong on the host, in turn; a good step afterwards shows that nothing was launched."""
+    config = QUICK["stable"][1]
+    device, _ = peer_steps.open_device(group, devices=1, **config)
+    generator = torch.Generator().manual_seed(group.rank)
+    x, ids, weights = peer_steps.draw(generator, "uniform", 90, device.layout)
+    y = torch.zeros(device.layout.places * 3, 136, dtype=torch.bfloat16)
+    wrong = {
+        "x is": lambda: device.dispatch(x.float(), ids, weights),
+        "ids is": lambda: device.dispatch(x, ids[:, :2], weights),
+        "weights is": lambda: device.dispatch(x, ids, weights.double()),
+        "tokens is": lambda: device.dispatch(x, ids, weights, tokens=torch.tensor([90])),
+        "rows with scales": lambda: device.dispatch(x, ids, weights, scales_TG=weights),
+        "a step of 180 tokens": lambda: device.dispatch(*(torch.cat([t, t]) for t in (x, ids, weights))),
+        "combine before any dispatch": lambda: device.combine(y),
+        "batches of -1": lambda: device.batch(-1),
+        "12 of 0 to 1 are needed": lambda: device.set_plan(np.full(12, 2), 0, 0),
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ConfigError, match=words):
+            call()
+    device.dispatch(x, ids, weights)
+    with pytest.raises(ConfigError, match="outputs is"):
+        device.combine(y.float())
+    device.combine(y)
+    device.check()
+
+
+def test_arguments_that_do_not_fit_are_refused_before_any_launch():
+    with emulator.emulated():
+        emulator.Threads(2, 60.0).run(refuse_arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("plan", "PlanMismatchError"),
+        ("tokens", "ConfigError"),
+        ("expert", "ConfigError"),
+        ("capacity", "ConfigError"),
+    ],
+)
+def test_mistakes_end_in_the_same_error_on_every_rank(how, kind):
+    with emulator.emulated():
+        answers = emulator.Threads(2, 20.0).run(peer_steps.fail_on_purpose, 1, how)
+    assert [got for got, _ in answers] == [kind, kind], answers
+
+
+class LateToCombine(emulator.EmulatedKernels):
+    def launch(self, name, blocks, parameters, *, early=False):
+        if name.startswith("combine") and parameters[self.fields.index("rank")] == 1:
+            time.sleep(0.5)
+        super().launch(name, blocks, parameters, early=early)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [0, 2])
+def test_the_wait_for_outputs_is_needed(fault, monkeypatch):
+    config = {**SMALL, "hidden": 136, "mode": "stable", "build": {"fault": fault}}
+    with emulator.emulated(), pytest.raises(AssertionError) if fault else nullcontext():
+        monkeypatch.setattr(peer_device, "load_kernels", LateToCombine)
+        emulator.Threads(2, 20.0).run(peer_steps.random_steps, 1, config, 4, 1000)
