@@ -342,8 +342,9 @@ def check_oracle(bench, variant):
     found = bench.gathered((worst, exact))
     verdict = "ok" if all(one < TOLERANCE and bits for one, bits in found) and alike > 0.99 else "WRONG"
     bench.log(
-        f"  oracle, layer 0, {variant.name}: {verdict}; what it adds differs by {[round(one, 5) for one, _ in found]} of its "
-        f"norm, residual exact {[bits for _, bits in found]}; router picks as torch for {float(alike):.4%} of tokens, weights within {float(nearest):.2g}"
+        f"  oracle, layer 0, {variant.name}: {verdict}; what it adds differs by "
+        f"{[round(one, 5) for one, _ in found]} of its norm, residual exact {[bits for _, bits in found]}; router "
+        f"picks as torch for {float(alike):.4%} of tokens, weights within {float(nearest):.2g}"
     )
     bench.meet()
 

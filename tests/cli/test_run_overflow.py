@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bywash.cli.main import app
+from bywash.cli.summary import _overflow_lines
 from bywash.errors import ConfigError
 
 MODEL = "qwen3-moe-tiny"
@@ -28,7 +29,7 @@ def run_checked(tmp_path, *more):
         (2, "gloo", ("--slots", 3, "--capacity-factor", 0.5, "--alpha", 1, "--break-even", 2)),
     ],
 )
-def test_rows_leave_home_and_no_bit_changes(tmp_path, capfd, ranks, exchange, options):
+def test_rows_leave_home_and_no_bit_changes(tmp_path, ranks, exchange, options):
     outcome = run_checked(tmp_path, "--ranks", ranks, "--exchange", exchange, *options)
     assert outcome["logits_identical"]
     assert outcome["tokens_identical"]
@@ -40,7 +41,9 @@ def test_rows_leave_home_and_no_bit_changes(tmp_path, capfd, ranks, exchange, op
     assert overflow["rows_home"] + overflow["rows_spilled"] == np.sum(outcome["rows_per_layer_and_rank"])
     assert (overflow["rows_waited"] > 0) == (overflow["capacity_rows"] is not None)
     assert [layer["steps"] for layer in overflow["layers"]] == [5] * len(outcome["rows_per_layer_and_rank"])
-    assert "left home" in capfd.readouterr().out
+    line = _overflow_lines(overflow)
+    assert f"{overflow['rows_spilled']:,} of {np.sum(outcome['rows_per_layer_and_rank']):,} expert rows" in line
+    assert ("waves" in line) == (overflow["capacity_rows"] is not None)
 
 
 def test_a_capacity_alone_only_makes_rows_wait(tmp_path):

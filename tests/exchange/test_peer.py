@@ -10,8 +10,8 @@ from bywash.balance import Placement
 from bywash.errors import ConfigError, PlanMismatchError, RankLostError
 from bywash.exchange import open_exchange
 from bywash.exchange.peer_errors import read_failure
-from bywash.kernels.router import NOT_FINITE
 from bywash.exchange.peer_layout import GENERATIONS, PeerLayout
+from bywash.kernels.router import NOT_FINITE
 from tests.exchange import peer_steps
 from tests.ranks import RankPool
 

@@ -17,25 +17,27 @@ def test_bench_layer_measures_every_schedule_and_finds_nothing_wrong(tmp_path, c
     app(["bench", "layer", *SMALL, "--shared", "--link", "100Mbps", *options], standalone_mode=False)
     document, timeline = (json.loads(file.read_text()) for file in files)
     assert document["emulated"] == timeline["otherData"]["emulated"] == "emulated link: 0.1 Gb/s, 20 us"
-    rows = document["rows"]
+    rows, bars = document["rows"], [e for e in timeline["traceEvents"] if e["ph"] == "X"]
     assert [row["schedule"] for row in rows] == ["serial", "2 micro-batches", "2 chunks"]
-    for row in rows:
+    for number, row in enumerate(rows):
+        sent = [sum(e["args"]["bytes"] for e in bars if e["pid"] == 2 * number + rank) for rank in range(2)]
+        least_ms = max(sent) * 8 / 0.1e9 * 1e3  # the link sleeps that long, however fast or slow the machine
+        assert 0 < least_ms < min(row["step_ms"], row["communication_alone_ms"])
         assert row["wrong"] == 0
         ideal = max(row["compute_alone_ms"], row["communication_alone_ms"])
         assert row["step_over_ideal"] == pytest.approx(row["step_ms"] / ideal, rel=0.01)
         assert row["faster_than_serial"] == pytest.approx(rows[0]["step_ms"] / row["step_ms"], rel=0.01)
-        assert row["step_ms"] > 0.5 * row["communication_alone_ms"]
     assert rows[0]["hidden_share"] == 0
     assert rows[1]["hidden_share"] > 0
     names = [e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "process_name"]
     assert names[:3] == ["serial, rank 0", "serial, rank 1", "2 micro-batches, rank 0"]
 
 
+@pytest.mark.slow  # other work moves both figures between calibration and measurement
 def test_the_link_is_set_so_that_communication_takes_as_long_as_compute(tmp_path):
     file = tmp_path / "b.json"
     app(["bench", "layer", *SMALL, "--splits", "2x1", "--json", str(file)], standalone_mode=False)
     document = json.loads(file.read_text())
     assert document["emulated"].startswith("emulated link: ")
     serial = document["rows"][0]
-    # A busy machine moves both figures between calibration and measurement; far off is wrong all the same.
     assert 0.2 < serial["communication_alone_ms"] / serial["compute_alone_ms"] < 5

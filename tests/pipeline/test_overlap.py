@@ -109,7 +109,7 @@ def test_with_one_semaphore_removed_a_step_fails(pools, drop):
 
 
 def soak(pools, exchange, steps, most_delay_s, each=50):
-    """Random sizes, splits and delays between stages: no hang, no wrong bit. A call has a time limit: `each` per call."""
+    """Random sizes, splits and delays between stages: no hang, no wrong bit. Each call has its own time limit."""
     for first in range(0, steps, each):
         cases = soak_cases(range(first, min(first + each, steps)))
         outputs_R = pools(2).run(overlapped_steps, exchange, "exact", cases, most_delay_s)

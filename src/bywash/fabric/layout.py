@@ -78,7 +78,7 @@ F_BACKGROUND, F_CHAIN, F_CHAIN_NEXT, F_PHASE, F_OFFSET, F_SRC, F_DST, F_AFTER = 
 FL_COLUMNS = 16
 
 # sw columns
-SHARED_USED, SHARED_CAP, SEED, TURN, SHARED_PEAK = range(5)
+SHARED_USED, SHARED_CAP, SEED, TURN = range(4)
 SW_COLUMNS = 8
 
 # ho columns (hosts: grant ring and timers)
@@ -104,9 +104,8 @@ HO_COLUMNS = 8
     S_SAMPLES,
     S_LOG,
     S_STORMS,
-    S_MOVED,
     S_DROPPED_BYTES,
-) = range(19)
+) = range(18)
 SIM_SIZE = 24
 
 # par

@@ -34,7 +34,12 @@ def compile_router(experts: int, top_k: int, hidden: int, arch: str, *, cache: P
             f"{_WHO}: hidden {hidden}, {experts} experts, top-{top_k}; hidden a multiple of {_K_STEP}, "
             f"1 <= top-k <= experts <= {_MOST_EXPERTS}"
         )
-    macros = [("EXPERTS", str(experts)), ("TOP_K", str(top_k)), ("HIDDEN", str(hidden)), ("NOT_FINITE", f"({NOT_FINITE})")]
+    macros = [
+        ("EXPERTS", str(experts)),
+        ("TOP_K", str(top_k)),
+        ("HIDDEN", str(hidden)),
+        ("NOT_FINITE", f"({NOT_FINITE})"),
+    ]
     return compile_source(kernel_source((SOURCE,)), macros, arch, name="router", what=_WHO, cache=cache)
 
 

@@ -23,7 +23,6 @@ import torch
 
 from bywash.errors import ConfigError, PipelineError
 from bywash.moe.pipeline.schedule import Op, Schedule, Stream
-from bywash.moe.pipeline.simulate import Span
 
 Launch = Callable[[Op], object]
 """Launches what an op is on torch's current stream and waits for nothing."""
@@ -80,31 +79,6 @@ class CudaExecutor:
             BywashError: whatever `work` raised.
         """
         self._launch(schedule, work, leave_out)
-
-    def run_timed(self, schedule: Schedule, work: Launch) -> list[Span]:
-        """`run`, then wait; when each op ran on the device's clock, nanoseconds from the first one's start.
-
-        The host launches op by op, so short ops may wait for it; a profile of a replay has no such gaps.
-        """
-        marks: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-
-        def timed(op: Op) -> None:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work(op)
-            end.record()
-            marks[op.number] = begin, end
-
-        origin = torch.cuda.Event(enable_timing=True)
-        origin.record()
-        self._launch(schedule, timed, ())
-        torch.cuda.current_stream().synchronize()
-
-        def at(event: torch.cuda.Event) -> int:
-            nanoseconds: int = round(origin.elapsed_time(event) * 1e6)
-            return nanoseconds
-
-        return [Span(op=op, start_ns=at(marks[op.number][0]), end_ns=at(marks[op.number][1])) for op in schedule.ops]
 
     def capture(
         self,
