@@ -111,6 +111,7 @@ def whole_fabric(tuning: Tuning, counts_LE: np.ndarray, tokens: int, jobs: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", default="1024,2048,512", help="per rank, in turn from layer to layer")
+    parser.add_argument("--leaves", type=int, default=4, help="of the 16, eight NICs each")
     parser.add_argument("--search", type=int, default=6, help="layers to search on")
     parser.add_argument("--heldout", type=int, default=12, help="layers to judge on")
     parser.add_argument("--budget", type=int, default=Effort().budget, help="simulations of the search")
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     started, load = time.time(), os.getloadavg()[0]
-    plan, sizes = fabric_plan(4), [int(one) for one in given.tokens.split(",")]
+    plan, sizes = fabric_plan(given.leaves), [int(one) for one in given.tokens.split(",")]
     counts_LE = counts_of(given.search + given.heldout + given.full, given.counts, 1)
     searched, judged = given.search, given.search + given.heldout
     to_search = layer_cases(plan, counts_LE[:searched], sizes, 1000, "layer")

@@ -1,6 +1,11 @@
 """The search on a fabric whose small switches pause: better than where it began, and the same every time."""
 
 import functools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +118,41 @@ def test_efforts_that_make_no_sense_are_refused(field, value):
 def test_traffic_to_judge_on_is_needed():
     with pytest.raises(ConfigError, match="other traffic to judge on"):
         tune(plan_of(), cases(1), [], EFFORT)
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, script]
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 60
+    while any(_alive(worker) for worker in workers):
+        assert time.monotonic() < deadline, "a worker outlived its parent by a minute"
+        time.sleep(0.05)
+
+
+_PARENT = """
+import time
+from bywash.fabric.tune import Pool, make_fabric
+from bywash.fabric.tune.space import vendor
+from tests.fabric_tune.samples import cases, plan_of
+
+if __name__ == "__main__":
+    with Pool(make_fabric(plan_of()), cases(4), jobs=2) as pool:
+        pool.run([vendor(100)], range(4))
+        print(*pool._executor._processes, flush=True)
+        time.sleep(600)
+"""
+
+
+def _alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

@@ -64,7 +64,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     case=cases(),
     names=st.lists(st.sampled_from("aabbc"), min_size=4, max_size=4),

@@ -5,7 +5,7 @@ import torch
 
 from bywash.errors import ConfigError
 from bywash.exchange import Link, one_host, open_exchange
-from bywash.exchange.group import Peer
+from bywash.exchange.host_map import HostMap
 from bywash.models import job
 from bywash.models.job import job_device, own_device
 
@@ -15,7 +15,7 @@ class Job:
 
     def __init__(self, *hosts):
         self.ranks = len(hosts)
-        self.peers = [Peer(pid=i, host=host, started="") for i, host in enumerate(hosts)]
+        self.hosts = HostMap.of(hosts)
 
 
 @pytest.fixture

@@ -217,10 +217,13 @@ class Group:
         return ExchangeError(f"rank {self.rank}: the exchange failed while {during}, with every rank alive")
 
     def _verdict_across_hosts(self, roll: RollCall, during: str) -> BywashError:
-        """A silent rank is lost, unless it has left word of whom it missed itself."""
+        """A silent rank is lost, unless it has left word of whom it missed itself; after a word nobody is asked."""
+        others = set(range(self.ranks)) - {self.rank}
         try:
-            silent = set(range(self.ranks)) - roll.call()
-            told = roll.told(silent)
+            told, silent = roll.told(others), set[int]()
+            if not told:
+                silent = others - roll.call()
+                told = roll.told(silent)
         except StoreLostError:
             return self.store_lost(during)
         for rank, word in sorted(told.items()):
@@ -233,7 +236,7 @@ class Group:
         named = {r for word in told.values() for r in word["ranks"]} - {self.rank}
         lost = {r: sick.get(r, _SILENT) for r in (silent - told.keys()) | named}
         if lost:
-            self._silent = set(lost)
+            self._silent = lost.keys() | told.keys()
             return self.lost(lost, during)
         return ExchangeError(
             f"rank {self.rank}: the exchange failed while {during}, with every rank alive: the network between "

@@ -356,7 +356,9 @@ class HierarchicalExchange(Exchange):
         if self.group.hosts.hosts == 1 or set(error.ranks) & self.group.sick().keys():
             return error
         across = self.group.verdict(str(error))
-        return error if isinstance(across, ExchangeError) and not across.ranks else across
+        if isinstance(across, ExchangeError) and not across.ranks:
+            return ExchangeError(f"{error}; it answers, so it is slow, or waits for another host itself")
+        return across
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -366,9 +368,9 @@ class HierarchicalExchange(Exchange):
         except BywashError as error:
             if self._failure is None:
                 self._failure = error
+                self.group.tell(error)  # before the neighbours, who will look for it
                 if self._inner is not None:
                     self._inner.tell(error)
-                self.group.tell(error)
             raise
 
 

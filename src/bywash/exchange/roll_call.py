@@ -83,21 +83,21 @@ class RollCall:
         def last_to_leave() -> None:
             self._store.set(f"left/{self._rank}", "left")
             others = set(range(self._ranks)) - lost if self._rank == 0 else set()
-            end = time.monotonic() + LIMIT_S
+            end = time.monotonic() + 2 * LIMIT_S  # they may be calling the roll
             while time.monotonic() < end and not all(self._store.check([f"left/{rank}"]) for rank in others):
                 time.sleep(0.02)
 
         with suppress(StoreLostError):
-            self._in_time(last_to_leave)
+            self._in_time(last_to_leave, 2 * LIMIT_S)
         self._stop.set()
         self._thread.join(2 * POLL_S)
 
-    def _in_time(self, call: Callable[[], T]) -> T:
+    def _in_time(self, call: Callable[[], T], limit_s: float = LIMIT_S) -> T:
         """`bounded`, but a store that was silent once is not waited for again."""
         if self._lost:
             raise StoreLostError
         try:
-            return bounded(call, LIMIT_S + 1.0)
+            return bounded(call, limit_s + 1.0)
         except StoreLostError:
             self._lost = True
             raise

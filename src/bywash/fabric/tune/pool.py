@@ -5,6 +5,8 @@ nothing of search; `search` and `heldout` ask it.
 """
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -102,9 +104,18 @@ _shared: tuple[Fabric, tuple[Case, ...]] | None = None
 
 
 def _start(fabric: Fabric, cases: tuple[Case, ...]) -> None:
-    """In a worker: keep what all of its simulations share."""
+    """In a worker: keep what all of its simulations share, and end when whoever started it has."""
     global _shared
     _shared = fabric, cases
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent closes no queue that its workers share, so that they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(setting: Setting, case: int) -> Outcome:
