@@ -32,6 +32,7 @@ from benchmarks.moe.layer_baselines import (
     dense_product,
     dense_product_fp8,
     device_copy,
+    rate,
     sample_outputs,
 )
 
@@ -266,19 +267,6 @@ def print_case(case, rates):
         "us": case.times,
         "error": case.errors,
     }
-
-
-def rate(call, amount, rounds=10):
-    """`amount` per second of a call, best of `rounds`."""
-    best = 0.0
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        best = max(best, amount / (begin.elapsed_time(end) * 1e-3))
-    return best
 
 
 def measure_rates():

@@ -73,6 +73,19 @@ def device_copy():
     return lambda: target.copy_(source), 2 * COPY_BYTES
 
 
+def rate(call, amount, rounds=10):
+    """`amount` per second of a call, best of `rounds`."""
+    best = 0.0
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        best = max(best, amount / (begin.elapsed_time(end) * 1e-3))
+    return best
+
+
 def sample_outputs(inputs_R, sample, gate_up, down, first_expert):
     """This rank's share of the float32 outputs of the first `sample` tokens of every rank: [R, sample, D].
 

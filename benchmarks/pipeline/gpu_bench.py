@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.moe.layer_baselines import (
     dense_product,
     device_copy,
+    rate,
     sample_outputs,
 )
 from benchmarks.pipeline.gpu_report import load_of, machine_of, table
@@ -49,7 +50,7 @@ class Bench:
         self.rank, self.options, self.link_gbytes_per_s = rank, options, 386.0
         self.reserve_s = self.longest_s = 0.0
         self.group = Group(rank=rank, ranks=RANKS, store=dist.FileStore(store_path, RANKS), deadline_s=20.0)
-        dense, copied = rate(*dense_product()), rate(*device_copy())
+        dense, copied = rate(*dense_product(), rounds=8), rate(*device_copy(), rounds=8)
         self.dense_flops = min(self.gathered(dense))
         self.log(
             f"{RANKS} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}; "
@@ -362,18 +363,6 @@ def compare(bench, calls=1):
     for variant in bench.variants.values():
         variant.check()
     table(bench)
-
-
-def rate(call, amount, rounds=8):
-    best = 0.0
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        best = max(best, amount / (begin.elapsed_time(end) * 1e-3))
-    return best
 
 
 def sizes_of(options, *, layers, experts, tokens, attention=False):

@@ -13,7 +13,7 @@ from bywash.exchange.shm import ShmExchange
 from bywash.moe import ExpertParallel, expert_parallel_naive
 from bywash.routing import Routing
 from tests.exchange.shm_steps import counts_of, expected, outputs_of, step_input
-from tests.moe.common import Case, random_batch, random_experts
+from tests.moe.common import Case, layer_cases, random_batch, random_experts
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 COMBINES = ["exact", "stable", "fast"]
@@ -42,25 +42,8 @@ def layer_steps(group, case, reuse_S, names=("shm",)):
     return results
 
 
-@st.composite
-def cases(draw):
-    ranks = draw(st.integers(1, 4))
-    experts = draw(st.integers(1, 13))
-    return Case(
-        hidden=draw(st.integers(1, 70)),
-        inner=draw(st.integers(1, 40)),
-        experts=experts,
-        top_k=draw(st.integers(1, min(experts, 6))),
-        tokens=tuple(draw(st.lists(st.sampled_from([0, 0, 1, 2, 5, 17, 33]), min_size=ranks, max_size=ranks))),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        combine=draw(st.sampled_from(COMBINES)),
-        seed=draw(st.integers(0, 10**6)),
-        skew=draw(st.sampled_from([0.0, 0.5, 50.0])),
-    )
-
-
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases(), reuse_S=st.lists(st.booleans(), min_size=1, max_size=3))
+@given(case=layer_cases(COMBINES), reuse_S=st.lists(st.booleans(), min_size=1, max_size=3))
 def test_both_protocols_equal_the_oracle_and_in_exact_one_rank_bitwise(pools, case, reuse_S):
     everything = random_experts(case.experts, case.hidden, case.inner, case.dtype, case.seed)
     alone = ExpertParallel(

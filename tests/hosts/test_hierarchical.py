@@ -14,7 +14,7 @@ from bywash.exchange import LocalExchange, open_exchange
 from bywash.exchange.hierarchical import HierarchicalExchange
 from bywash.exchange.host_map import HostMap
 from bywash.moe import ExpertParallel, SlotPool, expert_parallel_naive
-from tests.moe.common import Case, random_batch, random_experts
+from tests.moe.common import Case, layer_cases, random_batch, random_experts
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
@@ -47,26 +47,9 @@ def layer_steps(group, case, names, steps, schedule="together", slots=0):
     return outputs
 
 
-@st.composite
-def cases(draw):
-    ranks = draw(st.integers(2, 4))
-    experts = draw(st.integers(1, 13))
-    return Case(
-        hidden=draw(st.integers(1, 70)),
-        inner=draw(st.integers(1, 24)),
-        experts=experts,
-        top_k=draw(st.integers(1, min(experts, 6))),
-        tokens=tuple(draw(st.lists(st.sampled_from([0, 0, 1, 5, 17, 33]), min_size=ranks, max_size=ranks))),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        combine=draw(st.sampled_from(["exact", "stable", "fast"])),
-        seed=draw(st.integers(0, 10**6)),
-        skew=draw(st.sampled_from([0.0, 0.5, 50.0])),
-    )
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    case=cases(),
+    case=layer_cases(["exact", "stable", "fast"], ranks=(2, 4), inner=24, tokens=(0, 0, 1, 5, 17, 33), skews=(0.0,)),
     names=st.lists(st.sampled_from("aabbc"), min_size=4, max_size=4),
     schedule=st.sampled_from(["together", "rotated"]),
 )

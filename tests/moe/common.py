@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from bywash.moe import GatedExperts
@@ -50,6 +51,26 @@ class Case:
     @property
     def ranks(self):
         return len(self.tokens)
+
+
+@st.composite
+def layer_cases(
+    draw, combines, *, ranks=(1, 4), least_experts=1, inner=40, tokens=(0, 0, 1, 2, 5, 17, 33), skews=(0.0, 0.5, 50.0)
+):
+    """Odd sizes, ranks without tokens, every dtype; `ranks` from and to, `inner` at most."""
+    count = draw(st.integers(*ranks))
+    experts = draw(st.integers(least_experts, 13))
+    return Case(
+        hidden=draw(st.integers(1, 70)),
+        inner=draw(st.integers(1, inner)),
+        experts=experts,
+        top_k=draw(st.integers(1, min(experts, 6))),
+        tokens=tuple(draw(st.lists(st.sampled_from(tokens), min_size=count, max_size=count))),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        combine=draw(st.sampled_from(combines)),
+        seed=draw(st.integers(0, 10**6)),
+        skew=draw(st.sampled_from(skews)),
+    )
 
 
 def random_batch(case, rank):

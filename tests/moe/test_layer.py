@@ -1,14 +1,13 @@
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from bywash.balance import Placement, plan_step
 from bywash.errors import ConfigError, PlanMismatchError, RoutingError
 from bywash.exchange import LocalExchange, open_exchange
 from bywash.moe import ExpertParallel, expert_parallel_naive
 from bywash.routing import Routing
-from tests.moe.common import Case, random_batch, random_experts
+from tests.moe.common import Case, layer_cases, random_batch, random_experts
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
@@ -24,25 +23,8 @@ def on_rank(group, case, exchange_name="gloo"):
     return layer(*random_batch(case, group.rank)), exchange.traffic
 
 
-@st.composite
-def cases(draw):
-    ranks = draw(st.integers(1, 4))
-    experts = draw(st.integers(1, 13))
-    return Case(
-        hidden=draw(st.integers(1, 70)),
-        inner=draw(st.integers(1, 40)),
-        experts=experts,
-        top_k=draw(st.integers(1, min(experts, 6))),
-        tokens=tuple(draw(st.lists(st.sampled_from([0, 0, 1, 2, 5, 17, 33]), min_size=ranks, max_size=ranks))),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        combine=draw(st.sampled_from(["exact", "fast"])),
-        seed=draw(st.integers(0, 10**6)),
-        skew=draw(st.sampled_from([0.0, 0.5, 50.0])),
-    )
-
-
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
+@given(case=layer_cases(["exact", "fast"]))
 def test_many_ranks_equal_the_oracle(pools, case):
     """200 random layers on 1 to 4 processes: equal to one-token-at-a-time, and in `exact` bitwise to one rank."""
     everything = random_experts(case.experts, case.hidden, case.inner, case.dtype, case.seed)

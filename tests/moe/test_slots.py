@@ -12,7 +12,7 @@ from bywash.errors import ConfigError, ExchangeError
 from bywash.exchange import LocalExchange, open_exchange
 from bywash.moe import ExpertParallel, GatedExperts, SlotPool
 from bywash.moe.slots import SlotLayout
-from tests.moe.common import Case, random_batch, random_experts
+from tests.moe.common import Case, layer_cases, random_batch, random_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +62,8 @@ def steps_on_rank(group, case, spill):
 
 @st.composite
 def cases(draw):
-    ranks, experts = draw(st.integers(2, 4)), draw(st.integers(2, 13))
-    combine = draw(st.sampled_from(["exact", "stable"]))
-    case = Case(
-        hidden=draw(st.integers(1, 70)),
-        inner=draw(st.integers(1, 40)),
-        experts=experts,
-        top_k=draw(st.integers(1, min(experts, 6))),
-        tokens=tuple(draw(st.lists(st.sampled_from([0, 1, 5, 17, 33, 60]), min_size=ranks, max_size=ranks))),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        combine=combine,
-        seed=draw(st.integers(0, 10**6)),
-        skew=draw(st.sampled_from([0.5, 50.0])),
+    case = draw(
+        layer_cases(["exact", "stable"], ranks=(2, 4), least_experts=2, tokens=(0, 1, 5, 17, 33, 60), skews=(0.5, 50.0))
     )
     spill = Spill(
         exchange=draw(st.sampled_from(["gloo", "shm"])),

@@ -115,7 +115,7 @@ def headroom(
     if values is not None:
         from bywash.fabric.config.emit import describe, plan_json
 
-        plan = _plan(values, pg_lookup)
+        plan = plan_from(values, pg_lookup)
         _report(json_to, plan_json(plan), describe(plan).splitlines())
     elif asic is not None:
         _one_port(asic, gbps, cable, json_to)
@@ -168,14 +168,16 @@ def _comparison(path: Path, json_to: str | None) -> None:
     _report(json_to, data, lines)
 
 
-def _plan(values: Path, pg_lookup: Path | None) -> "FabricPlan":
+def plan_from(values: Path, pg_lookup: Path | None) -> "FabricPlan":
+    """The plan of a values file, with the headroom of other ASICs where a table is given."""
     from bywash.fabric.config.plan import make_plan
     from bywash.fabric.config.values import load_values
 
-    return make_plan(*load_values(values), _table(pg_lookup))
+    return make_plan(*load_values(values), lookup_table(pg_lookup))
 
 
-def _table(pg_lookup: Path | None) -> "LookupTable | None":
+def lookup_table(pg_lookup: Path | None) -> "LookupTable | None":
+    """The headroom table of `--pg-lookup`, if any."""
     from bywash.fabric.config.headroom import read_lookup
 
     return None if pg_lookup is None else read_lookup(pg_lookup)
@@ -203,7 +205,7 @@ def emit(
     from bywash.fabric.config.emit import bounds, files, plan_json, sonic_configs
 
     writable(json_to, "--json", or_stdout=True)
-    plan, table, models = _plan(values, pg_lookup), _table(pg_lookup), _models(yang_dir)
+    plan, table, models = plan_from(values, pg_lookup), lookup_table(pg_lookup), _models(yang_dir)
     now = read_directory(current)[0] if current is not None else {}
     findings = check_all(sonic_configs(plan), {}, {}, plan=plan, table=table, models=models)
     if findings:
@@ -250,14 +252,14 @@ def audit(
     writable(json_to, "--json", or_stdout=True)
     if fix is not None and values is None:
         raise ConfigError("--fix: needs --values, which say what should be")
-    plan = _plan(values, pg_lookup) if values is not None else None
+    plan = plan_from(values, pg_lookup) if values is not None else None
     configs, nics, environment = read_directory(directory)
     if plan is not None:
         known = {switch.name for switch in plan.switches}
         for name in configs:
             if name not in known:
                 raise ConfigError(f"{directory}: switch {name} is not in the topology of {values}")
-    findings = run(configs, nics, environment, plan=plan, table=_table(pg_lookup), models=_models(yang_dir))
+    findings = run(configs, nics, environment, plan=plan, table=lookup_table(pg_lookup), models=_models(yang_dir))
     mended = _fixes(plan, configs, fix) if plan is not None and fix is not None else []
     data = {
         "switches": len(configs),

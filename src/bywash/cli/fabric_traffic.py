@@ -84,10 +84,10 @@ def traffic(
     settings, section = named(profile), parse_short(topology, "--topology")
     fabric = build_topology(_checked(TopologyFile, section))
     router = Router(top_k=topk, groups=groups, top_groups=top_groups)
-    choices = _choices(Request(
+    choices = token_choices(Request(
         source=trace, ranks=fabric.hosts, tokens=tokens, step=step, phase=phase, layers=layers, router=router, seed=seed
     ))  # fmt: skip
-    method = Method(gpus_per_server=_gpus_per_server(fabric), rows=cast(Any, rows), path=cast(Any, path))
+    method = Method(gpus_per_server=gpus_per_server_of(fabric), rows=cast(Any, rows), path=cast(Any, path))
     row = RowFormat(hidden=hidden, dispatch=dispatch, combine=combine)
     exchanges = layer_bytes(choices, _placements(choices, placement), method, row)
     compute = Compute(attention_us=attention_us, experts_us=experts_us)
@@ -116,7 +116,7 @@ def _checked(model: Any, section: dict[str, Any]) -> Any:
         raise ConfigError(f"topology.{as_config_error(error)}") from error
 
 
-def _gpus_per_server(topology: "Topology") -> int:
+def gpus_per_server_of(topology: "Topology") -> int:
     """Ranks of a server; all servers must have as many, numbered one after the other."""
     servers = [node.server for node in topology.nodes[: topology.hosts]]
     gpus = servers.count(servers[0])
@@ -125,7 +125,7 @@ def _gpus_per_server(topology: "Topology") -> int:
     return gpus
 
 
-def _choices(request: Request) -> "TokenChoices":
+def token_choices(request: Request) -> "TokenChoices":
     """A recorded step, tokens drawn from a trace, or tokens drawn to match counts."""
     from bywash.planner import drawn_choices, recorded_choices, resampled_choices
     from bywash.routing import DECODE, PREFILL, SHIPPED_TRACES, RoutingTrace, load_counts, shipped_trace

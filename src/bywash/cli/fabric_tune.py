@@ -63,7 +63,7 @@ def tune(
     """Search parameters on some of the traffic, judge them on the rest, and write the values file that emit reads."""
     import os
 
-    from bywash.cli.fabric_config import _plan
+    from bywash.cli.fabric_config import plan_from
     from bywash.fabric.files import read_yaml
     from bywash.fabric.tune import Effort, tuning_json, tuning_text, values_text
     from bywash.fabric.tune import tune as run
@@ -73,7 +73,7 @@ def tune(
     effort = Effort(
         budget=budget, seed=seed, jobs=jobs or os.cpu_count() or 1, pause_budget=pause_budget, sending=sending
     )
-    plan = _plan(values, pg_lookup)
+    plan = plan_from(values, pg_lookup)
     if trace is not None and not (traffic or scenario):
         wanted = {"tokens": tokens, "layers": layers, "topk": topk, "groups": groups, "top_groups": top_groups}
         to_search, to_judge = _trace_cases(plan, trace, hidden, seed, **cast(Any, wanted))
@@ -98,11 +98,11 @@ def _trace_cases(
 ) -> "tuple[list[Case], list[Case]]":
     """A case for each layer and draw of tokens. Even layers are searched on, odd ones held out; with fewer than four
     layers, all of them are in both, with other tokens drawn."""
-    from bywash.cli.fabric_traffic import Request, _choices, _gpus_per_server
+    from bywash.cli.fabric_traffic import Request, gpus_per_server_of, token_choices
     from bywash.planner import Method, Router, RowFormat
 
     router = Router(top_k=wanted["topk"], groups=wanted["groups"], top_groups=wanted["top_groups"])
-    method, row = Method(gpus_per_server=_gpus_per_server(plan.topology)), RowFormat(hidden=hidden)
+    method, row = Method(gpus_per_server=gpus_per_server_of(plan.topology)), RowFormat(hidden=hidden)
     layers = wanted["layers"] or _all_layers(source)
 
     def drawn(draw: int) -> "list[Case]":
@@ -110,7 +110,7 @@ def _trace_cases(
             source=source, ranks=plan.topology.hosts, tokens=wanted["tokens"], step=0, phase=None, layers=layers,
             router=router, seed=1000 * seed + draw,
         )  # fmt: skip
-        return _layer_cases(plan.topology, _choices(request), layers.split(","), method, row, draw)
+        return _layer_cases(plan.topology, token_choices(request), layers.split(","), method, row, draw)
 
     first = drawn(0)
     if len(first) >= 4:
@@ -209,13 +209,13 @@ def _check(text: str, values: Path, pg_lookup: Path | None) -> None:
     """Refuse to hand out a values file that `emit` would not take."""
     import yaml
 
-    from bywash.cli.fabric_config import _table
+    from bywash.cli.fabric_config import lookup_table
     from bywash.fabric.config.audit import audit
     from bywash.fabric.config.emit import sonic_configs
     from bywash.fabric.config.plan import make_plan
     from bywash.fabric.config.values import parse_values
 
-    table = _table(pg_lookup)
+    table = lookup_table(pg_lookup)
     plan = make_plan(*parse_values(yaml.safe_load(text), values.parent), table)
     findings = audit(sonic_configs(plan), {}, {}, plan=plan, table=table)
     if findings:
