@@ -146,7 +146,8 @@ def memcheck(left_s):
             code = "none: out of time"
         lines = Path(output.name).read_text(errors="replace").splitlines()
     print(f"{'ok  ' if code == 0 else 'FAIL'} memcheck (exit {code}), {time.monotonic() - began:.0f} s")
-    print("\n".join(line for line in lines if code != 0 or "ERROR SUMMARY" in line)[-3000:])
+    faults = dict.fromkeys(line for line in lines if line.startswith("========= ") and "Frame" not in line)
+    print("\n".join(line for line in faults if code != 0 or "ERROR SUMMARY" in line)[:3000])
     return code == 0
 
 

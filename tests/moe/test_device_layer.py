@@ -92,7 +92,7 @@ def test_expert_parallel_over_peer(pools, devices, combine, dtype):
     ],
 )
 def test_a_model_over_peer_agrees_with_transformers_on_the_same_gpu(pools, model, dtype, combine):
-    pytest.importorskip("transformers", minversion="5.17")
+    pytest.importorskip("transformers", minversion="5.23")
     from bywash.models.check import check_run
     from bywash.models.job import JobOptions
     from bywash.models.presets import model_directory
