@@ -2,10 +2,11 @@
 
     PYTHONPATH=src:. python benchmarks/balance/plan_time.py [--cpu] [--json OUT] [--plans 200]
 
-Counts are drawn per expert from a lognormal law, a new matrix for each plan, so that what spills differs. The GPU runs
-graphs of plans on matrices that are already there: "empty" starts each plan from empty slots, "resident" from what the
-plan before left; "floor" is a kernel that only clears the slots. The case "home" has nothing to move (alpha 4). With a
-GPU, numba is timed only on request: it compiles for many seconds on a new machine.
+Counts are drawn per expert from a lognormal law, a new law for each plan, so that what spills differs; in the case
+"steady" it is the same law for all, with few rows, as in decode. The GPU runs graphs of plans on matrices that are
+already there: "empty" starts each plan from empty slots, "resident" from what the plan before left (on the CPU "cpu"
+and "kept"); "floor" is a kernel that only clears the slots. The case "home" has nothing to move (alpha 4). With a GPU,
+numba is timed only on request: it compiles for many seconds on a new machine.
 """
 
 import argparse
@@ -22,34 +23,37 @@ from bywash.balance import Limits, Placement, SlotDirectory, plan_step
 
 CASES = [(8, 256, 4), (8, 128, 24), (32, 256, 2), (64, 256, 2)]
 ODD = [(3, 7, 2), (5, 13, 0), (2, 8, 40), (33, 70, 3)]
-TOKENS, TOP_K, GRAPH, COMPARED = 4096, 8, 20, 6
-COLUMNS = ("ranks", "experts", "slots", "case", "fetches", "max/mean", "cpu", "cpu p99", "empty", "resident", "floor")
-KEYS = ("fetches", "max_over_mean", "cpu_us", "cpu_p99_us", "gpu_empty_us", "gpu_resident_us", "gpu_floor_us")
+TOKENS, DECODE_TOKENS, TOP_K, GRAPH, COMPARED = 4096, 64, 8, 20, 6
+COLUMNS = ("ranks", "experts", "slots", "case", "fetches", "max/mean", "cpu", "p99", "kept", "p99")
+COLUMNS += ("empty", "resident", "floor")
+KEYS = ("fetches", "max_over_mean", "cpu_us", "cpu_p99_us", "cpu_kept_us", "cpu_kept_p99_us")
+KEYS += ("gpu_empty_us", "gpu_resident_us", "gpu_floor_us")
 LINE = "{:>5} {:>7} {:>5} {:>6}" + " {:>8}" * len(KEYS)
 STARTED = time.perf_counter()
 
 
-def matrices(ranks, experts, number, seed=0):
-    """int32 [number, R, E]: every rank sends TOKENS * TOP_K rows, experts drawn from one law per matrix."""
-    rng = np.random.default_rng(seed)
+def matrices(ranks, experts, number, *, steady=False, seed=0):
+    """int32 [number, R, E]: every rank's rows, experts drawn from one law per matrix, or from one for all."""
+    rng, tokens = np.random.default_rng(seed), DECODE_TOKENS if steady else TOKENS
     weights = rng.lognormal(0, 0.8, size=(number, experts))
-    return np.stack([rng.multinomial(TOKENS * TOP_K, w / w.sum(), size=ranks) for w in weights]).astype(np.int32)
+    weights[1:] = weights[0] if steady else weights[1:]
+    return np.stack([rng.multinomial(tokens * TOP_K, w / w.sum(), size=ranks) for w in weights]).astype(np.int32)
 
 
 def time_cpu(counts, placement, limits, empty):
-    """Median and 99th percentile of a plan on an empty directory; fetches and balance of all."""
+    """Median and 99th percentile from empty slots, and from those of the plan before; what the latter are like."""
     plan_step(counts[0], placement, limits, empty)
-    times, plans = [], []
-    for counts_RE in counts:
-        begin = time.perf_counter()
-        plans.append(plan_step(counts_RE, placement, limits, empty))
-        times.append((time.perf_counter() - begin) * 1e6)
-    return {
-        "cpu_us": statistics.median(times),
-        "cpu_p99_us": float(np.quantile(times, 0.99)),
-        "fetches": statistics.mean(plan.fetches for plan in plans),
-        "max_over_mean": statistics.mean(plan.imbalance for plan in plans),
-    }
+    found = {}
+    for name, kept in (("cpu", False), ("cpu_kept", True)):
+        times, plans, directory = [], [], empty
+        for counts_RE in counts:
+            begin = time.perf_counter()
+            plans.append(plan_step(counts_RE, placement, limits, directory))
+            times.append((time.perf_counter() - begin) * 1e6)
+            directory = plans[-1].directory if kept else empty
+        found |= {f"{name}_us": statistics.median(times), f"{name}_p99_us": float(np.quantile(times, 0.99))}
+    found["fetches"] = statistics.mean(plan.fetches for plan in plans)
+    return found | {"max_over_mean": statistics.mean(plan.imbalance for plan in plans)}
 
 
 def make_planner(placement, limits, directory):
@@ -158,7 +162,8 @@ def replay_us(graph, plans, rounds=50):
 
 def measure(ranks, experts, slots, name, limits, arguments):
     """One line of the table, and how many plans differed."""
-    counts, placement = matrices(ranks, experts, arguments.plans), Placement.equal(experts, ranks)
+    counts = matrices(ranks, experts, arguments.plans, steady=name == "steady")
+    placement = Placement.equal(experts, ranks)
     empty = SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts)
     row, different = {"ranks": ranks, "experts": experts, "slots": slots, "case": name}, 0
     if arguments.cpu:
@@ -189,8 +194,8 @@ def main():
     print(LINE.format(*COLUMNS), flush=True)
     rows = []
     for case in CASES:
-        for name, limits in (("home", Limits(alpha_1024=4096)), ("spill", Limits())):
-            row, wrong = measure(*case, name, limits, arguments)
+        for name, alpha_1024 in (("home", 4096), ("spill", 1024), ("steady", 1126)):
+            row, wrong = measure(*case, name, Limits(alpha_1024=alpha_1024), arguments)
             rows.append(row)
             different += wrong
     if arguments.json:

@@ -13,8 +13,10 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 typedef unsigned long long Word;
 static const int BLOCK = 512, WARP = 32;
 static const size_t STACK = 1 << 16;
@@ -104,6 +106,7 @@ static int __ffs(unsigned v) { return __builtin_ffs(v); }
 static int __popc(unsigned v) { return __builtin_popcount(v); }
 template <class T> static T atomicAdd(T* at, unsigned v) { T old = *at; *at += v; return old; }
 template <class T> static T atomicMin(T* at, unsigned v) { T old = *at; *at = std::min(old, (T)v); return old; }
+template <class T> static T atomicOr(T* at, unsigned v) { T old = *at; *at |= v; return old; }
 using std::max;
 using std::min;
 

@@ -24,20 +24,19 @@ class Oracle:
     """The naive planner with its directory, plan after plan: what the device's arrays must be. Needs no numba."""
 
     def __init__(self, placement, limits, directory):
-        self._home, self._limits, self._layers = placement.home_E.tolist(), limits, directory.layers
+        self._home, self._limits, self._hot = placement.home_E.tolist(), limits, directory.hot_LE.tolist()
         self._keys, self._ages = directory.keys_RS.tolist(), directory.ages_RS.tolist()
         self._shape = directory.keys_RS.shape
 
     def __call__(self, counts_RE, layer=0):
         """Arrays by the names that `DevicePlanner` gives them."""
-        plan = plan_limits_naive(
-            counts_RE.tolist(), self._home, self._limits, self._keys, self._ages, layer, self._layers
-        )
-        self._keys, self._ages = plan.keys, plan.ages
+        plan = plan_limits_naive(counts_RE.tolist(), self._home, self._limits, self._keys, self._ages, self._hot, layer)
+        self._keys, self._ages, self._hot = plan.keys, plan.ages, plan.hot
         rows_ER = np.array(plan.rows, np.int32)
         slots = {"keys_RS": plan.keys, "ages_RS": plan.ages, "fetch_RS": plan.fetch}
         arrays = {name: np.array(value, np.int32).reshape(self._shape) for name, value in slots.items()}
-        digest = np.array([plan.digest], np.uint32)
+        digest, hot_LE = np.array([plan.digest], np.uint32), np.array(plan.hot, np.int32)
+        arrays["hot_LE"] = hot_LE
         return arrays | {"rows_ER": rows_ER, "rows_R": rows_ER.sum(axis=0, dtype=np.int64), "digest": digest}
 
 
@@ -59,11 +58,27 @@ def draw_case(rng, *, most_ranks=6, most_experts=14, most_slots=4, plans=6):
     )
     slots = int(rng.integers(0, most_slots + 1))
     return PlanCase(
-        counts=np.stack([draw_counts(rng, ranks, experts, rng.choice(SHAPES)) for _ in range(plans)]),
+        counts=draw_steps(rng, ranks, experts, plans, layers),
         placement=Placement(home_E=home_E, ranks=ranks),
         limits=limits,
         directory=SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts, layers=layers),
     )
+
+
+def draw_steps(rng, ranks, experts, plans, layers):
+    """int32 [plans, R, E] of layers in turn; half of the time a layer's counts are nearly those of its last plan."""
+    steady, counts = rng.random() < 0.5, []
+    for number in range(plans):
+        if steady and number >= layers:
+            counts.append(draw_like(rng, counts[number - layers]))
+        else:
+            counts.append(draw_counts(rng, ranks, experts, rng.choice(SHAPES)))
+    return np.stack(counts)
+
+
+def draw_like(rng, counts_RE):
+    """Counts that differ little from given ones."""
+    return np.where(counts_RE > 0, counts_RE + rng.integers(-2, 3, counts_RE.shape), 0).clip(min=0).astype(np.int32)
 
 
 def draw_counts(rng, ranks, experts, shape):

@@ -30,6 +30,20 @@ def test_as_many_experts_per_rank_as_equal_and_never_worse_than_blocks(counts_E,
     assert loads(placement, counts_E).max() <= loads(blocks, counts_E).max() or len(counts_E) < 2 * ranks
 
 
+def test_layers_take_turns():
+    counts_LE = np.array([[6, 5, 2, 1]] * 3)
+    assert [p.home_E.tolist() for p in Placement.of_layers(counts_LE, 2)] == [[0, 1, 1, 0], [1, 0, 0, 1], [0, 1, 1, 0]]
+    rng = np.random.default_rng(4)
+    counts_LE = rng.integers(0, 1000, (9, 12))
+    for speeds in ((), (2, 2, 1), (3, 2, 1)):  # alike, two alike, all different
+        for layer, placement in enumerate(Placement.of_layers(counts_LE, 3, speeds)):
+            alone = Placement.from_counts(counts_LE[layer], 3, speeds)
+            turned = np.array([placement.home_E[alone.experts_of(rank)[0]] for rank in range(3)])
+            assert (turned[alone.home_E] == placement.home_E).all()
+            circle = {(): 3, (2, 2, 1): 2, (3, 2, 1): 1}[speeds]
+            assert turned.tolist() == [*np.roll(range(circle), -layer), *range(circle, 3)]
+
+
 @settings(deadline=None)
 @given(counts, st.lists(st.integers(0, 5), min_size=2, max_size=6).filter(any))
 def test_no_swap_helps_the_slowest_rank(counts_E, speeds):

@@ -6,18 +6,19 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bywash.balance import Limits, Placement, SlotDirectory
+from bywash.balance import Limits, Placement, SlotDirectory, limits
 from bywash.balance.limits import ATTEMPTS, MOST_AGE
 from bywash.errors import ConfigError
 from bywash.kernels.compile import compiler_version, kernel_source
-from bywash.kernels.plan import SOURCES, THREADS, compile_plan, parameter_names
-from tests.balance.plan_cases import Oracle, draw_counts
+from bywash.kernels.plan import SOURCES, THREADS, compile_plan, empty_hash, parameter_names, places
+from tests.balance.plan_cases import Oracle, draw_counts, draw_like
 
 SOURCE = kernel_source(SOURCES)
 SHAPES = [(8, 256, 4), (64, 96, 2), (3, 7, 2), (5, 13, 0), (2, 8, 40), (33, 70, 3)]
@@ -53,7 +54,12 @@ def test_numbers_agree_with_python():
     assert THREADS == 32 * ATTEMPTS
     assert "#define MOST_AGE ((1 << 30) - 1)\n" in SOURCE
     assert MOST_AGE == (1 << 30) - 1
-    assert len(set(parameter_names())) == 17
+    for name in ("HOT_PLANS", "KEEP_ENTRIES", "KEEP_MOVES", "KEEP_FETCHES"):
+        assert f"#define {name} {getattr(limits, name)}\n" in SOURCE
+    assert f"#define FIRST_ATTEMPTS {limits.REFINED}  " in SOURCE
+    assert "#define MOST_HOT_ROWS (1 << 25)\n" in SOURCE
+    assert limits.MOST_HOT_ROWS == 1 << 25
+    assert len(set(parameter_names())) == 21
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +73,7 @@ def emulated(tmp_path_factory):
     text = re.sub(r"^(#pragma unroll|#line|extern \"C\" __device__).*$", "", text, flags=re.MULTILINE)
     (folder / "plan.inc").write_text(text)
 
+    @cache
     def build(ranks, experts, slots):
         library = folder / f"plan-{ranks}-{experts}-{slots}.so"
         subprocess.run(
@@ -87,12 +94,16 @@ class Emulated:
     def __call__(self, counts_RE, placement, limits, directory, layer):
         ranks, experts = counts_RE.shape
         slots = directory.keys_RS.shape[1]
+        expert_P, first_R = places(placement)
         arrays = {
             "counts_RE": counts_RE,
             "home_E": placement.home_E,
+            "expert_P": expert_P,
+            "first_R": first_R,
             "speeds_R": limits.speeds_R(ranks).astype(np.int32),
             "keys_RS": directory.keys_RS.copy(),
             "ages_RS": directory.ages_RS.copy(),
+            "hot_LE": directory.hot_LE.copy(),
             "rows_ER": np.full((experts, ranks), 77, np.int32),
             "fetch_RS": np.full((ranks, slots), 77, np.int32),
             "rows_R": np.full(ranks, 77, np.int64),
@@ -100,7 +111,7 @@ class Emulated:
             "pieces": np.zeros(ATTEMPTS * ranks * slots + 1, np.uint64),
         }
         values = {name: array.ctypes.data for name, array in arrays.items()}
-        values |= {"layer": layer, "layers": directory.layers}
+        values |= {"layer": layer, "layers": directory.layers, "empty_hash": empty_hash(ranks, experts, slots)}
         values |= {n: getattr(limits, n) for n in ("capacity", "alpha_1024", "fetch_rows", "use_rows", "keep")}
         words = [values[name] for name in parameter_names()]
         self._library.run_plan((ctypes.c_uint64 * len(words))(*words))
@@ -117,7 +128,7 @@ class OnGpu:
 
     def __call__(self, counts_RE, placement, limits, directory, layer):
         self._planner(torch.from_numpy(counts_RE).cuda(), layer)
-        names = ("keys_RS", "ages_RS", "rows_ER", "fetch_RS", "rows_R", "digest")
+        names = ("keys_RS", "ages_RS", "hot_LE", "rows_ER", "fetch_RS", "rows_R", "digest")
         found = {name: getattr(self._planner, name).cpu().numpy() for name in names}
         return found | {"digest": found["digest"].view(np.uint32)}
 
@@ -144,15 +155,19 @@ def compare(planner, rng, placement, limits, directory, plans):
     The oracle is the naive planner: numba would first compile for many seconds on a GPU machine that is new.
     """
     oracle, experts, spilled = Oracle(placement, limits, directory), np.arange(placement.num_experts), 0
+    last, steady = {}, rng.random() < 0.6
     for number in range(plans):
-        shape = rng.choice(["random", "one expert", "one donor", "equal", "nothing", "top-1"])
-        counts_RE = draw_counts(rng, placement.ranks, placement.num_experts, shape)
-        layer = number % directory.layers
+        layer, shape = number % directory.layers, rng.choice(["random", "one expert", "one donor", "equal", "top-1"])
+        if steady and layer in last:
+            shape, counts_RE = "as before", draw_like(rng, last[layer])
+        else:
+            counts_RE = draw_counts(rng, placement.ranks, placement.num_experts, shape)
+        last[layer] = counts_RE
         expected, found = oracle(counts_RE, layer), planner(counts_RE, placement, limits, directory, layer)
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=f"{name} of plan {number}, {shape}, {limits}")
         spilled += expected["rows_ER"][experts, placement.home_E].sum() < counts_RE.sum()
-        directory = replace(directory, keys_RS=expected["keys_RS"], ages_RS=expected["ages_RS"])
+        directory = replace(directory, **{name: expected[name] for name in ("keys_RS", "ages_RS", "hot_LE")})
     return spilled
 
 
@@ -161,6 +176,36 @@ def test_an_emulated_block_equals_the_cpu(ranks, experts, slots, emulated):
     planner, rng = emulated(ranks, experts, slots), np.random.default_rng(ranks)
     spilled = sum(compare(planner, rng, *random_setting(rng, ranks, experts, slots), plans=6) for _ in range(5))
     assert spilled >= 5 or slots == 0
+
+
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(8, 256, 4), (33, 70, 3)])
+def test_an_emulated_block_keeps_slots_as_the_cpu_does(ranks, experts, slots, emulated):
+    """Steps of decode: nearly the same counts again and again, so that chains over slots are found."""
+    check_steady(emulated(ranks, experts, slots), ranks, experts, slots)
+
+
+def check_steady(planner, ranks, experts, slots, plans=12):
+    rng, limits = np.random.default_rng(slots), Limits(alpha_1024=1040)
+    setting = Placement.equal(experts, ranks), limits, SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts)
+    popular_E = rng.lognormal(0, 1, experts)
+    counts = rng.multinomial(64, popular_E / popular_E.sum(), size=(plans, ranks)).astype(np.int32)
+    oracle, directory, kept = Oracle(*setting), setting[2], 0
+    for number, counts_RE in enumerate(counts):
+        expected, found = oracle(counts_RE), planner(counts_RE, setting[0], limits, directory, 0)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=f"{name} of plan {number}")
+        moved = expected["rows_ER"].sum() > expected["rows_ER"][np.arange(experts), setting[0].home_E].sum()
+        kept += moved and (expected["fetch_RS"] < 0).all()
+        directory = replace(directory, **{name: expected[name] for name in ("keys_RS", "ages_RS", "hot_LE")})
+    assert kept >= 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(8, 256, 4), (33, 70, 3)])
+def test_the_gpu_keeps_slots_as_the_cpu_does(ranks, experts, slots):
+    directory = SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts)
+    planner = OnGpu(Placement.equal(experts, ranks), Limits(alpha_1024=1040), directory)
+    check_steady(planner, ranks, experts, slots)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -25,16 +25,16 @@ def plans_of(case):
 
 
 def check_equals_oracle(case):
-    keys, ages = case.directory.keys_RS.tolist(), case.directory.ages_RS.tolist()
-    for counts_RE, directory, plan, layer in plans_of(case):
-        naive = plan_limits_naive(
-            counts_RE.tolist(), case.placement.home_E.tolist(), case.limits, keys, ages, layer, directory.layers
-        )
-        keys, ages = naive.keys, naive.ages
+    start, home = case.directory, case.placement.home_E.tolist()
+    keys, ages, hot = start.keys_RS.tolist(), start.ages_RS.tolist(), start.hot_LE.tolist()
+    for counts_RE, _, plan, layer in plans_of(case):
+        naive = plan_limits_naive(counts_RE.tolist(), home, case.limits, keys, ages, hot, layer)
+        keys, ages, hot = naive.keys, naive.ages, naive.hot
         assert plan.rows_ER.tolist() == naive.rows
         assert plan.fetch_RS.tolist() == naive.fetch
         assert plan.directory.keys_RS.tolist() == keys
         assert plan.directory.ages_RS.tolist() == ages
+        assert plan.directory.hot_LE.tolist() == hot
         assert plan.digest == naive.digest
 
 
@@ -91,6 +91,7 @@ def test_laws_hold(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_laws_hold_for_100_000_count_matrices():
     rng = np.random.default_rng(2026)
     for number in range(100_000 // 10):

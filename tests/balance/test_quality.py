@@ -11,7 +11,7 @@ def test_small_layers_are_within_two_percent_of_the_optimum(capsys):
     pytest.importorskip("scipy", reason="the exact solver is scipy's: pip install 'bywash[dev]'")
     gap = exact(8)[-1]
     assert gap["gap mean"] <= 0.002
-    assert gap["gap worst"] <= 0.03
+    assert gap["gap worst"] <= 0.02
     assert "HiGHS" in capsys.readouterr().out
 
 
@@ -29,9 +29,10 @@ def test_real_layers_become_even(model, ranks, slots):
 
 
 @pytest.mark.skipif(not (PUBLIC / "llama4_mmlu_traces").exists(), reason="the Llama-4 trace is not here")
-@pytest.mark.parametrize("topic_every", [0, 20], ids=["mixed topics", "changing topics"])
-def test_slots_that_stay_need_a_tenth_of_the_fetches(topic_every):
-    setting = {"batch": 387, "topic_every": topic_every, "alpha": 1.1, "steps": 50, "warm": 10, "ranks": 8, "slots": 24}
-    refetch, kept = (run_decode(kept=kept, **setting) for kept in (False, True))
+@pytest.mark.parametrize("topic_every", [0, 40], ids=["mixed topics", "changing topics"])
+@pytest.mark.parametrize("batch", [128, 387])
+def test_slots_that_stay_need_a_tenth_of_the_fetches(batch, topic_every):
+    setting = {"alpha": 1.1, "steps": 80, "warm": 20, "ranks": 8, "slots": 24}
+    refetch, kept = (run_decode(batch, topic_every, kept=kept, **setting) for kept in (False, True))
     assert kept[0] == pytest.approx(refetch[0], abs=0.002)  # as even
     assert kept[1] <= 0.1 * refetch[1]

@@ -21,10 +21,10 @@ class LayerCounters:
     Attributes:
         steps: that ran.
         rows_home, rows_spilled: computed at home, and away from it.
-        rows_waited: of those at home, rows beyond the capacity, computed in a second wave or later.
-        most_waves: the most waves that one expert took in a step.
-        busiest_home: rows of each step's most loaded rank, had all rows been computed at home.
-        busiest: rows of each step's most loaded rank.
+        rows_waited: of those at home, rows beyond the capacity or of later tokens, in a second wave or later.
+        most_waves: the most waves that one step took for an expert.
+        busiest_home: rows of each step's (or wave's) most loaded rank, had all rows been computed at home.
+        busiest: rows of each step's (or wave's) most loaded rank.
         fetches, fetched_bytes: copies of an expert's weights into slots.
         plan_us: time spent planning, microseconds.
     """
@@ -40,12 +40,13 @@ class LayerCounters:
     fetched_bytes: int = 0
     plan_us: float = 0.0
 
-    def add_step(self, plan: StepPlan, counts_RE: NDArray[np.int32]) -> NDArray[np.int64]:
+    def add_step(self, plan: StepPlan, counts_RE: NDArray[np.int32], *, wave: int = 0) -> NDArray[np.int64]:
         """Count a step that runs under `plan`, made from its own counts or an earlier step's.
 
         Args:
             plan: see above.
             counts_RE: int32 [R, E], the step's own counts.
+            wave: where a step's tokens come in several waves, each with a plan and counts, which of them this is.
 
         Returns:
             int64 [R], the rows that each rank computes in it.
@@ -56,11 +57,11 @@ class LayerCounters:
         home_rows_E = rows_ER[np.arange(home_E.size), home_E]
         at_home_R = np.zeros_like(rows_R)
         np.add.at(at_home_R, home_E, rows_ER.sum(axis=1))
-        self.steps += 1
+        self.steps += wave == 0
         self.rows_home += int(home_rows_E.sum())
         self.rows_spilled += int(rows_R.sum() - home_rows_E.sum())
-        self.rows_waited += int((home_rows_E - plan.capacity).clip(min=0).sum())
-        self.most_waves = max(self.most_waves, int((-(-home_rows_E // plan.capacity)).max(initial=0)))
+        self.rows_waited += int((home_rows_E - (0 if wave else plan.capacity)).clip(min=0).sum())
+        self.most_waves = max(self.most_waves, wave + int((-(-home_rows_E // plan.capacity)).max(initial=0)))
         self.busiest_home += int(at_home_R.max())
         self.busiest += int(rows_R.max())
         return rows_R

@@ -13,7 +13,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from bywash.balance.limits import ATTEMPTS, MOST_AGE
+from bywash.balance.fast_keep import keep_pieces
+from bywash.balance.limits import ATTEMPTS, HOT_PLANS, MOST_AGE, MOST_HOT_ROWS, REFINED
 
 I32: TypeAlias = NDArray[Any]
 I64: TypeAlias = NDArray[Any]
@@ -33,6 +34,7 @@ def plan_arrays(
     slots: tuple[int, int, int],
     keys_RS: I32,
     ages_RS: I32,
+    hot_E: I32,
     rows_ER: I32,
     fetch_RS: I32,
     rows_R: I64,
@@ -43,7 +45,7 @@ def plan_arrays(
         counts_RE, home_E, speeds_R: see `plan_step`.
         limits: capacity, alpha in 1024ths, fetch_rows, use_rows.
         slots: layer, layers, keep.
-        keys_RS, ages_RS: the directory, changed in place.
+        keys_RS, ages_RS, hot_E: the directory, of which the layer's part, changed in place.
         rows_ER, fetch_RS, rows_R: written.
     """
     experts = home_E.size
@@ -56,12 +58,19 @@ def plan_arrays(
     for expert in range(experts):
         rows_R[home_E[expert]] += rows_E[expert]
         rows_ER[expert, home_E[expert]] = rows_E[expert]
+        hot_E[expert] += min(rows_E[expert], MOST_HOT_ROWS) - hot_E[expert] // HOT_PLANS
     fetch_RS[:] = -1
     for rank in range(keys_RS.shape[0]):
         for slot in range(keys_RS.shape[1]):
             ages_RS[rank, slot] = min(ages_RS[rank, slot] + 1, MOST_AGE)
     if _over(rows_R, _targets(rows_R, speeds_R, limits[1])) or rows_E.max() > limits[0]:
-        pieces_P3 = _best_attempt(rows_E, home_E, rows_R, speeds_R, limits, slots, keys_RS, ages_RS)
+        own_RS = keys_RS // experts == slots[0]
+        held_RS = np.where(own_RS, keys_RS - slots[0] * experts, -1)
+        left_R = ((keys_RS < 0) | own_RS | (ages_RS >= slots[2])).sum(axis=1)
+        target_R = _targets(rows_R, speeds_R, limits[1])
+        pieces_P3 = keep_pieces(rows_E, home_E, rows_R, target_R, held_RS, left_R, hot_E, limits)
+        if pieces_P3.shape[0] == 0:
+            pieces_P3 = _best_attempt(rows_E, home_E, rows_R, speeds_R, limits, held_RS, left_R)
         for expert, rank, rows in pieces_P3:
             rows_ER[expert, rank] = rows
             rows_ER[expert, home_E[expert]] -= rows
@@ -107,38 +116,56 @@ def _over(load_R: I64, target_R: I64) -> bool:
 
 @njit(cache=True, nogil=True)
 def _best_attempt(
-    rows_E: I64, home_E: I32, rows_R: I64, speeds_R: I64, limits: Four, slots: tuple[int, int, int], keys_RS: I32,
-    ages_RS: I32,
+    rows_E: I64, home_E: I32, rows_R: I64, speeds_R: I64, limits: Four, held_RS: I32, left_R: I64
 ) -> I64:  # fmt: skip
     """int64 [P, 3], the pieces (expert, rank, rows) of the first attempt that fits, else of the best one."""
     experts, ranks = home_E.size, rows_R.size
-    own_RS = keys_RS // experts == slots[0]
-    held_RS = np.where(own_RS, keys_RS - slots[0] * experts, -1)
-    left_R = ((keys_RS < 0) | own_RS | (ages_RS >= slots[2])).sum(axis=1)
     by_home_E = np.argsort(home_E, kind="mergesort")
     first_R = np.searchsorted(home_E[by_home_E], np.arange(ranks + 1))
-    here_ER = np.zeros((experts, ranks), np.bool_)
-    stay_E, ranks_R4 = np.empty_like(rows_E), np.empty((ranks, 4), np.int64)
+    given = (rows_E, home_E, rows_R, speeds_R, limits, held_RS, left_R, by_home_E, first_R)
     pieces_P3 = np.empty((left_R.sum(), 3), np.int64)
-    best_P3, best, best_pieces = np.empty_like(pieces_P3), np.int64(-1), 0
+    room = (np.empty_like(rows_E), np.empty((ranks, 4), np.int64), np.zeros((experts, ranks), np.bool_), pieces_P3)
+    best_P3, best, best_pieces, last = np.empty_like(pieces_P3), np.int64(-1), 0, np.int64(0)
     for attempt in range(ATTEMPTS):
         step = max(attempt - 1, 0)
-        stay_E[:] = rows_E
-        ranks_R4[:, LOAD] = rows_R
-        ranks_R4[:, TARGET] = _targets(rows_R, speeds_R, limits[1] + limits[1] * step * step // 256)
-        ranks_R4[:, LEFT] = left_R
-        pieces, fits = _attempt(
-            stay_E, home_E, ranks_R4, held_RS, by_home_E, first_R, here_ER, limits, attempt > 0, pieces_P3
-        )
-        for piece in range(pieces):
-            here_ER[pieces_P3[piece, 0], pieces_P3[piece, 1]] = False
-        worst = (ranks_R4[:, LOAD] * speeds_R.sum() // np.maximum(1, speeds_R)).max()
+        alpha = limits[1] + limits[1] * step * step // 256
+        pieces, fits, worst = _try(alpha, attempt > 0, given, room)
         if fits or best < 0 or worst < best:
             best, best_pieces = worst, pieces
             best_P3[:pieces] = pieces_P3[:pieces]
         if fits:
             break
+        last = alpha
+    fails, fitting = 0, 16 if fits and attempt >= REFINED else 0
+    while fitting - fails > 1:
+        middle = (fails + fitting) // 2
+        pieces, fits, _ = _try(last + (alpha - last) * middle // 16, True, given, room)
+        if fits:
+            fitting, best_pieces = middle, pieces
+            best_P3[:pieces] = pieces_P3[:pieces]
+        else:
+            fails = middle
     return best_P3[:best_pieces]
+
+
+@njit(cache=True, nogil=True)
+def _try(
+    alpha: int,
+    overdraw: bool,
+    given: tuple[I64, I32, I64, I64, Four, I32, I64, I64, I64],
+    room: tuple[I64, I64, Flags, I64],
+) -> tuple[int, bool, int]:
+    """An attempt from the start: pieces, whether everything fits, the worst load relative to speed."""
+    rows_E, home_E, rows_R, speeds_R, limits, held_RS, left_R, by_home_E, first_R = given
+    stay_E, ranks_R4, here_ER, pieces_P3 = room
+    stay_E[:] = rows_E
+    ranks_R4[:, LOAD] = rows_R
+    ranks_R4[:, TARGET] = _targets(rows_R, speeds_R, alpha)
+    ranks_R4[:, LEFT] = left_R
+    pieces, fits = _attempt(stay_E, home_E, ranks_R4, held_RS, by_home_E, first_R, here_ER, limits, overdraw, pieces_P3)
+    for piece in range(pieces):
+        here_ER[pieces_P3[piece, 0], pieces_P3[piece, 1]] = False
+    return pieces, fits, (ranks_R4[:, LOAD] * speeds_R.sum() // np.maximum(1, speeds_R)).max()
 
 
 @njit(cache=True, nogil=True)

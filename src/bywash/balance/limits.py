@@ -1,6 +1,7 @@
 """The numbers that a plan obeys, and the slots that it hands out. Integers only; knows nothing of bytes or devices.
 
-Shapes: R ranks, S slots per rank. `ExpertParallel`, the command line and benchmarks make them; `plan_step` reads them.
+Shapes: R ranks, S slots per rank, L layers, E experts. `ExpertParallel`, the command line and benchmarks make them;
+`plan_step` reads them.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,12 @@ from bywash.errors import ConfigError
 
 ATTEMPTS = 16
 """Target loads that a plan tries at most, on a device one in each warp."""
+REFINED = 4
+"""The first attempt whose target is refined when it wins: from here on, targets are more than a percent apart."""
+KEEP_ENTRIES, KEEP_MOVES, KEEP_FETCHES = 256, 24, 16
+"""Work of the attempt that keeps what slots hold: slots of a layer, chains and fetches together, fetches."""
+HOT_PLANS, MOST_HOT_ROWS = 32, 1 << 25
+"""Plans over which an expert's rows are averaged, and the most rows that count in one."""
 MOST_ROWS = (1 << 29) - 1
 """The most rows of one step over all ranks: loads and their class fit one 32-bit key."""
 MOST_AGE = (1 << 30) - 1
@@ -76,11 +83,13 @@ class SlotDirectory:
     Attributes:
         keys_RS: int32 [R, S], layer * E + expert, -1 for an empty slot.
         ages_RS: int32 [R, S], plans made since the last one that used the slot, at most 2^30 - 1.
+        hot_LE: int32 [L, E], 32 times the rows that an expert had on average, recent plans of its layer counting most.
         layers, experts: that share the slots; layers plan in turn.
     """
 
     keys_RS: NDArray[np.int32]
     ages_RS: NDArray[np.int32]
+    hot_LE: NDArray[np.int32]
     layers: int
     experts: int
 
@@ -92,7 +101,13 @@ class SlotDirectory:
         if layers * experts >= 1 << 31:
             raise ConfigError(f"slots: {layers} layers x {experts} experts are more than 2^31 - 1 keys")
         keys_RS = np.full((ranks, slots), -1, dtype=np.int32)
-        return cls(keys_RS=keys_RS, ages_RS=np.zeros_like(keys_RS), layers=layers, experts=experts)
+        return cls(
+            keys_RS=keys_RS,
+            ages_RS=np.zeros_like(keys_RS),
+            hot_LE=np.zeros((layers, experts), np.int32),
+            layers=layers,
+            experts=experts,
+        )
 
     def held(self, rank: int, layer: int) -> dict[int, int]:
         """Expert to slot: what `rank` holds of `layer`."""

@@ -4,14 +4,16 @@ Shapes: R ranks, E experts, S slots per rank. The algorithm, which is the defini
 
 1. Every rank's load is the rows of its experts; its target is its fair share (by speed) times alpha, rounded up. If
    nobody is above its target and no expert above the capacity, all rows stay at home.
-2. Up to 16 attempts, each from that start. The first only takes what is too much; the others may take more from a rank
+2. If slots hold experts of the layer, they may be enough, or nearly: `naive_keep.py` tries that first.
+3. Up to 16 attempts, each from that start. The first only takes what is too much; the others may take more from a rank
    than it has too much (it then is a recipient itself: a recipient with few slots needs large pieces), with targets
    (attempt - 1)^2 / 256 higher. The first attempt that brings every load below its target and every expert below
-   the capacity wins, else the one with the least load relative to speed.
-3. An attempt moves one piece at a time, first into slots that hold the expert already, then into any slot: to the rank
+   the capacity wins, else the one with the least load relative to speed. Where the winner's target is far above that of
+   the attempt before, one between them is looked for, in 16ths, by bisection.
+4. An attempt moves one piece at a time, first into slots that hold the expert already, then into any slot: to the rank
    that is most below its target, from the rank that is most above its own among those whose largest expert can fill
    the recipient's slots; a piece below the break-even does not move. Ties go to the lowest number.
-4. The winner's pieces get slots: the one that holds the expert; else an empty one; else one that was not used when its
+5. The winner's pieces get slots: the one that holds the expert; else an empty one; else one that was not used when its
    layer last had its turn, longest unused first; else the one whose layer's next turn is farthest away.
 
 What cannot move stays at home, however much that is, and is computed there in waves of `capacity` rows.
@@ -20,7 +22,8 @@ What cannot move stays at home, however much that is, and is computed there in w
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bywash.balance.limits import ATTEMPTS, MOST_AGE, Limits
+from bywash.balance.limits import ATTEMPTS, HOT_PLANS, MOST_AGE, MOST_HOT_ROWS, REFINED, Limits
+from bywash.balance.naive_keep import Keep
 
 Matrix = list[list[int]]
 
@@ -48,17 +51,18 @@ def digest_naive(words: Sequence[int]) -> int:
 
 @dataclass(kw_only=True)
 class NaivePlan:
-    """A plan as lists: `rows` [E][R], the directory after it [R][S], the fetches [R][S]."""
+    """A plan as lists: `rows` [E][R], the directory after it [R][S] and [L][E], the fetches [R][S]."""
 
     rows: Matrix
     keys: Matrix
     ages: Matrix
+    hot: Matrix
     fetch: Matrix
     digest: int = 0
 
 
 def plan_limits_naive(
-    counts: Matrix, home: list[int], limits: Limits, keys: Matrix, ages: Matrix, layer: int, layers: int
+    counts: Matrix, home: list[int], limits: Limits, keys: Matrix, ages: Matrix, hot: Matrix, layer: int
 ) -> NaivePlan:
     """With limits and slots: see `plan_step`."""
     ranks, experts = len(counts), len(home)
@@ -68,8 +72,11 @@ def plan_limits_naive(
         rows=[[rows[expert] if rank == home[expert] else 0 for rank in range(ranks)] for expert in range(experts)],
         keys=[list(slots) for slots in keys],
         ages=[[min(age + 1, MOST_AGE) for age in slots] for slots in ages],
+        hot=[list(rows) for rows in hot],
         fetch=[[-1] * len(slots) for slots in keys],
     )
+    for expert, before in enumerate(hot[layer]):
+        plan.hot[layer][expert] = before - before // HOT_PLANS + min(rows[expert], MOST_HOT_ROWS)
     start = _Attempt(rows=rows, home=home, speeds=speeds, limits=limits, alpha=limits.alpha_1024, overdraw=False)
     if not start.fits():
         held = [[key - layer * experts if key // experts == layer else -1 for key in slots] for slots in keys]
@@ -77,11 +84,15 @@ def plan_limits_naive(
             [key < 0 or key // experts == layer or age >= limits.keep for key, age in zip(*slots, strict=True)]
             for slots in zip(plan.keys, plan.ages, strict=True)
         ]
-        winner = _best_attempt(rows, home, speeds, limits, held, [sum(slots) for slots in usable])
-        for expert, rank, moved in winner.pieces:
+        left = [sum(slots) for slots in usable]
+        keep = Keep(
+            stay=rows, home=home, load=start.load, target=start.target, limits=limits, left=left, hot=plan.hot[layer]
+        )
+        pieces = keep.pieces(held) or _best_attempt(rows, home, speeds, limits, held, left).pieces
+        for expert, rank, moved in pieces:
             plan.rows[expert][rank] = moved
             plan.rows[expert][home[expert]] -= moved
-        _give_slots(plan, winner.pieces, home, limits.keep, layer, layers)
+        _give_slots(plan, pieces, home, limits.keep, layer)
     flat = [word for matrix in (counts, [home], plan.rows, plan.keys, plan.fetch) for line in matrix for word in line]
     plan.digest = digest_naive(flat)
     return plan
@@ -90,16 +101,30 @@ def plan_limits_naive(
 def _best_attempt(
     rows: list[int], home: list[int], speeds: Sequence[int], limits: Limits, held: Matrix, usable: list[int]
 ) -> "_Attempt":
+    def attempt(alpha: int, overdraw: bool) -> _Attempt:
+        made = _Attempt(rows=rows, home=home, speeds=speeds, limits=limits, alpha=alpha, overdraw=overdraw)
+        made.move(held, usable)
+        return made
+
+    alphas = [limits.alpha_1024 + limits.alpha_1024 * max(n - 1, 0) ** 2 // 256 for n in range(ATTEMPTS)]
     attempts = []
-    for number in range(ATTEMPTS):
-        step = max(number - 1, 0)
-        alpha = limits.alpha_1024 + limits.alpha_1024 * step * step // 256
-        attempt = _Attempt(rows=rows, home=home, speeds=speeds, limits=limits, alpha=alpha, overdraw=number > 0)
-        attempt.move(held, usable)
-        if attempt.fits():
-            return attempt
-        attempts.append(attempt)
-    return min(attempts, key=lambda attempt: attempt.worst())
+    for number, alpha in enumerate(alphas):
+        attempts.append(attempt(alpha, number > 0))
+        if attempts[-1].fits():
+            break
+    winner = attempts[-1]
+    if not winner.fits():
+        return min(attempts, key=lambda made: made.worst())
+    if number >= REFINED:
+        fails, fitting = 0, 16
+        while fitting - fails > 1:
+            middle = (fails + fitting) // 2
+            made = attempt(alphas[number - 1] + (alpha - alphas[number - 1]) * middle // 16, True)
+            if made.fits():
+                winner, fitting = made, middle
+            else:
+                fails = middle
+    return winner
 
 
 @dataclass(kw_only=True)
@@ -188,10 +213,8 @@ class _Attempt:
         return (1, can) if over else (0, 0)
 
 
-def _give_slots(
-    plan: NaivePlan, pieces: list[tuple[int, int, int]], home: list[int], keep: int, layer: int, layers: int
-) -> None:
-    experts = len(home)
+def _give_slots(plan: NaivePlan, pieces: list[tuple[int, int, int]], home: list[int], keep: int, layer: int) -> None:
+    experts, layers = len(home), len(plan.hot)
     missing = []
     for expert, rank, _ in pieces:
         if layer * experts + expert in plan.keys[rank]:

@@ -106,6 +106,24 @@ class Placement:
         home_E = _longest_first(counts, shares_R.tolist(), times_R)
         return cls(home_E=_swapped(np.array(counts), home_E, np.array(times_R)), ranks=ranks)
 
+    @classmethod
+    def of_layers(cls, counts_LE: NDArray[np.int64], ranks: int, speeds: Sequence[int] = ()) -> list[Self]:
+        """`from_counts` of each layer, ranks that are alike exchanged in a circle, by one more in each layer.
+
+        Else the hottest expert would be at rank 0 in every layer, and what is uneven in each would add up.
+        Example: counts [[6, 5, 2, 1], [6, 5, 2, 1]] on 2 ranks give home_E = [0, 1, 1, 0] and [1, 0, 0, 1].
+        """
+        made = []
+        for layer, counts_E in enumerate(counts_LE):
+            placed = cls.from_counts(counts_E, ranks, speeds)
+            own_R, to_R = np.bincount(placed.home_E, minlength=ranks), np.arange(ranks, dtype=np.int32)
+            kinds = list(zip(own_R.tolist(), speeds or [1] * ranks, strict=True))
+            for kind in dict.fromkeys(kinds):
+                alike = np.array([rank for rank in range(ranks) if kinds[rank] == kind])
+                to_R[alike] = np.roll(alike, -layer)
+            made.append(cls(home_E=to_R[placed.home_E], ranks=ranks))
+        return made
+
 
 def _longest_first(counts: list[int], shares_R: list[int], times_R: list[int]) -> NDArray[np.int32]:
     """Each expert, largest first, to the rank with room that has the least time so far."""

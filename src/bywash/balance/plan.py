@@ -9,7 +9,7 @@ Knows nothing of torch, processes or bytes. `ExpertParallel` calls it; the excha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,8 +99,13 @@ def plan_step(
     _check_directory(directory, ranks, experts, layer)
     if int(counts_RE.sum(dtype=np.int64)) > MOST_ROWS:
         raise ConfigError(f"counts: more than {MOST_ROWS} rows in one step; use smaller micro-batches")
-    keys_RS, ages_RS = directory.keys_RS.copy(), directory.ages_RS.copy()
-    rows_ER, fetch_RS = np.empty((experts, ranks), np.int32), np.empty_like(keys_RS)
+    after = replace(
+        directory,
+        keys_RS=directory.keys_RS.copy(),
+        ages_RS=directory.ages_RS.copy(),
+        hot_LE=directory.hot_LE.copy(),
+    )
+    rows_ER, fetch_RS = np.empty((experts, ranks), np.int32), np.empty_like(after.keys_RS)
     rows_R, home_E = np.empty(ranks, np.int64), placement.home_E
     digest = _planner()(
         np.ascontiguousarray(counts_RE, np.int32),
@@ -108,8 +113,9 @@ def plan_step(
         limits.speeds_R(ranks),
         (limits.capacity, limits.alpha_1024, limits.fetch_rows, limits.use_rows),
         (layer, directory.layers, limits.keep),
-        keys_RS,
-        ages_RS,
+        after.keys_RS,
+        after.ages_RS,
+        after.hot_LE[layer],
         rows_ER,
         fetch_RS,
         rows_R,
@@ -120,7 +126,7 @@ def plan_step(
         rows_ER=rows_ER,
         rows_R=rows_R,
         fetch_RS=fetch_RS,
-        directory=SlotDirectory(keys_RS=keys_RS, ages_RS=ages_RS, layers=directory.layers, experts=experts),
+        directory=after,
         spilled=int(rows_R.sum()) - int(rows_ER[np.arange(experts), home_E].sum(dtype=np.int64)),
         capacity=limits.capacity,
         digest=digest,

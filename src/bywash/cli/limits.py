@@ -1,4 +1,4 @@
-"""Bounds that several commands share: deadlines, emulated links, memory."""
+"""Bounds and defaults that several commands share: deadlines, emulated links, memory, balance."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from bywash.exchange import Link
 
 MAX_DEADLINE_S = 1e6
+DEFAULT_ALPHA = 1.1
+"""Of runs, and of what is planned for them. Decode at 1.0 chases noise: much of what it fetches serves few steps."""
+ALPHA_HELP = f"Load that a rank keeps, as a multiple of its fair share (default: {DEFAULT_ALPHA})."
 
 
 def check_deadline(deadline: float) -> None:

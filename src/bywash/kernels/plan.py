@@ -10,18 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bywash.balance.limits import ATTEMPTS, Limits, SlotDirectory
 from bywash.balance.placement import Placement
+from bywash.balance.plan import digest32
 from bywash.errors import ConfigError
 from bywash.kernels.compile import compile_source, kernel_source
 from bywash.kernels.driver import check as check_driver
 from bywash.kernels.driver import driver
 from bywash.kernels.launch import launch
 
-SOURCES = ("plan_attempt.cuh", "plan.cu")
+SOURCES = ("plan_attempt.cuh", "plan_keep.cuh", "plan.cu")
 THREADS = 512
 MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 64, 1024, 128
 """A bit for each rank of an expert, experts in shared memory, slots of a rank in the registers of a warp."""
@@ -54,12 +57,29 @@ def compile_plan(ranks: int, experts: int, slots: int, arch: str, *, cache: Path
     return compile_source(kernel_source(SOURCES), macros, arch, name="plan", what="plan", cache=cache)
 
 
+def empty_hash(ranks: int, experts: int, slots: int) -> int:
+    """What a plan without rows and without fetches adds to the digest: the kernel only adds what differs from it."""
+    parts = (ranks * experts + experts, ranks * experts, ranks * slots, ranks * slots)
+    after_home, after_rows, after_keys, end = (sum(parts[: i + 1]) for i in range(4))
+    words = np.zeros(end, np.int32)
+    words[after_keys:] = -1
+    upto = {at: digest32(words[:at]) for at in (after_home, after_rows, after_keys, end)}
+    return (upto[after_rows] - upto[after_home] + upto[end] - upto[after_keys]) % 2**32
+
+
+def places(placement: Placement) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """int32 [E], experts sorted by home, then number; int32 [R + 1], where each rank's begin."""
+    expert_P = np.argsort(placement.home_E, kind="stable")
+    first_R = np.searchsorted(placement.home_E[expert_P], np.arange(placement.ranks + 1))
+    return expert_P.astype(np.int32), first_R.astype(np.int32)
+
+
 class DevicePlanner:
     """Plans of one placement and one set of limits on the current device.
 
     Attributes:
         rows_ER, rows_R, fetch_RS, digest: the last plan, see `StepPlan`; int32, int64 [R], int32, int32 [1] (the bits).
-        keys_RS, ages_RS: the directory, int32; changed by every plan.
+        keys_RS, ages_RS, hot_LE: the directory, int32; changed by every plan.
     """
 
     def __init__(self, placement: Placement, limits: Limits, directory: SlotDirectory) -> None:
@@ -81,7 +101,9 @@ class DevicePlanner:
         self.limits, self.layers, self._names = limits, directory.layers, parameter_names()
         self.keys_RS = torch.from_numpy(directory.keys_RS.copy()).cuda()
         self.ages_RS = torch.from_numpy(directory.ages_RS.copy()).cuda()
+        self.hot_LE = torch.from_numpy(directory.hot_LE.copy()).cuda()
         self._home_E = torch.from_numpy(placement.home_E).cuda()
+        self._expert_P, self._first_R = (torch.from_numpy(array).cuda() for array in places(placement))
         self._speeds_R = torch.from_numpy(limits.speeds_R(ranks)).int().cuda()
         self.rows_ER = torch.empty(experts, ranks, dtype=torch.int32, device="cuda")
         self.rows_R = torch.empty(ranks, dtype=torch.int64, device="cuda")
@@ -100,9 +122,12 @@ class DevicePlanner:
     def _fill_parameters(self) -> ctypes.Array[ctypes.c_uint64]:
         tensors = {
             "home_E": self._home_E,
+            "expert_P": self._expert_P,
+            "first_R": self._first_R,
             "speeds_R": self._speeds_R,
             "keys_RS": self.keys_RS,
             "ages_RS": self.ages_RS,
+            "hot_LE": self.hot_LE,
             "rows_ER": self.rows_ER,
             "fetch_RS": self.fetch_RS,
             "rows_R": self.rows_R,
@@ -111,6 +136,7 @@ class DevicePlanner:
         }
         values = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         values["layers"] = self.layers
+        values["empty_hash"] = empty_hash(len(self._speeds_R), len(self._home_E), self.keys_RS.shape[1])
         for name in ("capacity", "alpha_1024", "fetch_rows", "use_rows", "keep"):
             values[name] = getattr(self.limits, name)
         return (ctypes.c_uint64 * len(self._names))(*(values.get(name, 0) for name in self._names))

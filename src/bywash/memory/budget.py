@@ -117,8 +117,9 @@ def memory_budget(shape: BudgetShape, heap: Buffer) -> list[Buffer]:
         Buffer(name="outputs", bytes=held * s.hidden * item, arithmetic=f"{held:,} pairs x {s.hidden} x {item} B"),
         Buffer(
             name="plans",
-            bytes=2 * plan + scratch,
+            bytes=2 * plan + scratch + 4 * s.moe_layers * s.experts,
             arithmetic=f"2 x (counts and rows 2 x {s.ranks} x {s.experts} x 4 B, homes, loads, 3 words for each of "
-            f"{s.ranks} x {s.slots} slots) + {ATTEMPTS} attempts x {s.ranks} x {s.slots} pieces x 8 B",
+            f"{s.ranks} x {s.slots} slots) + {ATTEMPTS} attempts x {s.ranks} x {s.slots} pieces x 8 B + "
+            f"averages of {s.moe_layers} x {s.experts} experts x 4 B",
         ),
     ]
