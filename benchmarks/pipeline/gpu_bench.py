@@ -1,18 +1,16 @@
-"""One rank of `gpu_overlap.py`: opens variants of a step, proves them equal, times them in turn, profiles them."""
+"""One rank of `gpu_overlap.py`: opens variants of a step, proves them equal, times them in turn."""
 
+import gc
+import json
 import statistics
 import time
 import traceback
-from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarks.moe.layer_baselines import (
-    dense_product,
-    device_copy,
-    rate,
-    sample_outputs,
-)
+from benchmarks.moe.layer_baselines import dense_product, device_copy, rate
+from benchmarks.pipeline.gpu_clocks import Clocks
 from benchmarks.pipeline.gpu_report import load_of, machine_of, table
 
 from bywash.balance import Placement
@@ -21,23 +19,16 @@ from bywash.exchange.moves import GatherSteps, PeerCopies
 from bywash.exchange.peer_device import PeerDevice
 from bywash.exchange.peer_layout import PeerLayout
 from bywash.exchange.staged import CHUNK_BYTES, HostMoves
-from bywash.kernels.router import router_naive
 from bywash.moe.device_experts import open_device_experts
 from bywash.moe.device_layer import pairs_capacity
 from bywash.moe.pipeline import Kind, build_schedule
+from bywash.moe.pipeline.attention_cuda import AttentionSizes
 from bywash.moe.pipeline.run_cuda import CudaExecutor
-from bywash.moe.pipeline.stack_cuda import (
-    GatherForward,
-    MovementOnly,
-    PeerForward,
-    StackSizes,
-    devices_needed,
-    part_tokens,
-    random_weights,
-)
+from bywash.moe.pipeline.stack_cuda import GatherForward, PeerForward, devices_needed, part_tokens
+from bywash.moe.pipeline.stack_sizes import StackSizes, random_weights
 
 RANKS, TOP_K, HIDDEN, INNER = 2, 8, 7168, 2048
-SAMPLE, TOLERANCE = 8, 3e-2
+HEADS = {"heads": 64, "kv_heads": 8, "head_size": 128}
 LESS = (0.7, 0.4)
 """The share of its tokens that each rank brings to the replay with other counts."""
 
@@ -57,6 +48,7 @@ class Bench:
             f"dense {[f'{d / 1e12:.0f}' for d in self.gathered(dense)]} TFLOP/s, copy {copied / 1e12:.2f} "
             f"TB/s; {sizes}; {time.monotonic() - options.began:.1f} s to start"
         )
+        self.results = {"part": options.part, "dense TFLOP/s": self.dense_flops / 1e12, "copy TB/s": copied / 1e12}
         self.load(sizes)
         self.executor = CudaExecutor()
 
@@ -67,6 +59,33 @@ class Bench:
         self.variants, self._experts, self.reference = {}, {}, None
         self.inputs = [self._input(seed) for seed in range(2)]
         self.counts = (sizes.tokens, int(sizes.tokens * LESS[self.rank]))
+
+    def forget(self):
+        """Give the variants' memory back."""
+        self.variants.clear()
+        self._experts.clear()
+        gc.collect()  # pinned memory too, now and not in the middle of a capture
+        torch.cuda.empty_cache()
+
+    @property
+    def flops(self):
+        """Of one layer's products on one rank: experts, shared expert, projections, and causal scores."""
+        sizes, heads = self.sizes, self.sizes.attention
+        a_token = 6 * sizes.hidden * (sizes.top_k * sizes.inner + sizes.shared_inner)
+        if heads:
+            a_token += 2 * heads.weights(sizes.hidden) + 4 * heads.context * heads.q_size
+        return sizes.tokens * a_token
+
+    def mfu(self, layer_ms):
+        """Those products over the dense rate of this run."""
+        return self.flops / (layer_ms * 1e-3) / self.dense_flops
+
+    def save(self):
+        """Results of this part so far, to --out."""
+        if self.rank == 0 and self.options.out:
+            self.results["sizes"] = repr(self.sizes)
+            path = Path(self.options.out, f"results-{self.options.part}.json")
+            path.write_text(json.dumps(self.results, indent=1))
 
     def _input(self, seed):
         generator = torch.Generator(device="cuda").manual_seed(10 * seed + self.rank)
@@ -110,13 +129,16 @@ class Bench:
         key = (layout.tokens, blocks)
         if key not in self._experts:
             rows, pairs = layout.places * sizes.top_k / sizes.experts, pairs_capacity(layout, self.local)
+            between = torch.empty(pairs, sizes.inner, dtype=torch.bfloat16, device="cuda")  # layers run in turn
 
             def open_one(gate_up, down):
                 if torch.cuda.get_device_capability() != (9, 0):
                     return open_device_experts(gate_up, down, pairs=pairs, rows_per_expert=rows)
                 from bywash.kernels.experts import HopperExperts
 
-                return HopperExperts(gate_up, down, pairs=pairs, rows_per_expert=rows, max_blocks=blocks)
+                return HopperExperts(
+                    gate_up, down, pairs=pairs, rows_per_expert=rows, max_blocks=blocks, intermediate=between
+                )
 
             self._experts[key] = [open_one(*pair) for pair in zip(self.weights.gate_up, self.weights.down, strict=True)]
         return self._experts[key]
@@ -132,7 +154,8 @@ class Variant:
 
     def __init__(self, bench, name, forward, schedule, devices):
         self.bench, self.name, self.forward, self.schedule, self.devices = bench, name, forward, schedule, devices
-        self.times, self.step = [], None
+        self.executor = bench.executor
+        self.times, self.windows, self.step, self.by_copies = [], [], None, isinstance(forward, GatherForward)
         self.events = dict.fromkeys((Kind.DISPATCH, Kind.COMBINE), 1)  # copies or kernels of each, in a profile
 
     def glance(self):
@@ -141,14 +164,15 @@ class Variant:
             self.measure()
         self.bench.log(f"    {self.name}: about {self.median:.2f} ms a step")
         self.times.clear()
+        self.windows.clear()
 
     def eager(self):
         self.forward.begin()
-        self.bench.executor.run(self.schedule, self.forward)
+        self.executor.run(self.schedule, self.forward)
         self.forward.end()
 
     def capture(self):
-        self.step = self.bench.executor.capture(
+        self.step = self.executor.capture(
             self.schedule, self.forward, before=self.forward.begin, after=self.forward.end
         )
 
@@ -177,11 +201,13 @@ class Variant:
         self.bench.meet()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.step.replay()
+        began = time.time()
         begin.record()
         for _ in range(calls):
             self.step.replay()
         end.record()
         end.synchronize()
+        self.windows.append((began, time.time()))
         self.times.append(max(self.bench.gathered(begin.elapsed_time(end) / calls)))
 
     @property
@@ -232,6 +258,7 @@ def open_variant(bench, name, split, way, moves, num_sms, blocks, counts_first):
     else:
         devices = [PeerDevice(bench.group, layout, home, combine_mode="stable", num_sms=num_sms) for _ in range(count)]
         forward = PeerForward(*common, devices, counts_first=counts_first)
+    fill_caches(forward)
     variant = Variant(bench, name, forward, bench.schedule(split), devices)
     if way == "copies" and moves in (PeerCopies, HostMoves):
         chunk = CHUNK_BYTES if moves is HostMoves else layout.places * layout.hidden * layout.dtype.itemsize
@@ -242,14 +269,22 @@ def open_variant(bench, name, split, way, moves, num_sms, blocks, counts_first):
     return variant
 
 
+def fill_caches(forward):
+    """What a decode step attends to, alike in every variant."""
+    for lane in forward.lanes:
+        if lane.attention and lane.attention.sizes.cached:
+            generator = torch.Generator(device="cuda").manual_seed(lane.span.start)
+            lane.attention.cache_LNPV.normal_(generator=generator)
+
+
 def copies_in(move, chunk, fetched):
     """Copies that a move takes, in chunks; through the host every rank also fetches."""
     pieces = [piece for found in (*move.sent, *(move.got if fetched else ())) for piece in found]
     return sum(-(-piece.size // chunk) for piece in pieces)
 
 
-def add_alone(bench, base, *, movement=True):
-    """The same variant without movement, and its movement alone; both share its channels, so ranks meet in between."""
+def add_alone(bench, base, *, movement=None):
+    """The same variant without movement, and with `movement` (`movement_of`) its movement alone; all share channels."""
     if not bench.has(bench.reserve_s + bench.longest_s, f"{base.name}, compute only"):
         return
     try:
@@ -261,7 +296,7 @@ def add_alone(bench, base, *, movement=True):
         still.capture()
         for device, way in zip(base.devices, moves, strict=True):
             device.moves = way
-        found = [still, *([movement_of(bench, base)] if movement else [])]
+        found = [still, *([movement(bench, base)] if movement else [])]
         for variant in found:
             bench.meet()
             variant.step.replay()
@@ -273,35 +308,6 @@ def add_alone(bench, base, *, movement=True):
         print(f"rank {bench.rank}: alone, {base.name}:\n{traceback.format_exc(limit=-5)}", flush=True)
 
 
-def movement_of(bench, base):
-    """Captured."""
-    forward = MovementOnly(
-        bench.sizes, base.forward.split, bench.weights, base.forward._experts, bench.local, base.devices
-    )
-    wire = Variant(bench, f"{base.name}, movement only", forward, base.schedule, base.devices)
-    bench.meet()
-    wire.capture()
-    return wire
-
-
-def movement_gbytes_per_s(bench, split, moves, layers=4):
-    """What the way itself gives, one direction of one rank while all send: rows and sums, nothing computed."""
-    sizes, layout, count = replace(bench.sizes, layers=layers), bench.layout(split), devices_needed(split)
-    devices = [GatherSteps(bench.group, layout, bench.placement.home_E, make_moves=moves) for _ in range(count)]
-    forward = MovementOnly(sizes, split, bench.weights, [None] * layers, bench.local, devices)
-    variant = Variant(bench, "movement", forward, build_schedule([sizes.form] * layers, split), devices)
-    bench.meet()
-    variant.eager()
-    variant.check()
-    bench.meet()
-    variant.capture()
-    for _ in range(3):
-        variant.measure()
-    variant.check()
-    size = layers * split.lanes * split.chunks * layout.tokens * (2 * 2 * sizes.hidden + 12 * sizes.top_k)
-    return size * (RANKS - 1) / variant.median * 1e-6
-
-
 def same(out, expected):
     """`equal`, or how they differ."""
     if torch.equal(out, expected):
@@ -311,48 +317,10 @@ def same(out, expected):
     return f"{int(rows.sum())} of {len(rows)} rows differ, first {int(rows.nonzero()[0])}, by {float(worst):.3g}"
 
 
-def check_oracle(bench, variant):
-    """One layer of the variant against the float32 oracle on a few tokens of both ranks; the router against torch.
-
-    The oracle judges what the layer adds, before the residual: in `x + added` the rounding of x would count as error.
-    The residual itself must be torch's, bit for bit. For a variant in one part.
-    """
-    schedule = build_schedule([bench.sizes.form], variant.forward.split)
-    variant.feed(0)
-    bench.meet()
-    variant.forward.begin()
-    bench.executor.run(schedule, variant.forward)
-    variant.forward.end()
-    variant.check()
-    x, out = bench.inputs[0], variant.forward.output_TD
-    first = variant.forward.parts[0]
-    ids, weights = router_naive(x, bench.weights.router[0], TOP_K)
-    head = slice(0, first.count)
-    alike = (first.ids_TK[head].sort(1).values == ids[head].sort(1).values).all(1).float().mean()
-    nearest = (first.weights_TK[head] - weights[head]).abs().max()
-    mine = [t.cpu() for t in (x[:SAMPLE], first.ids_TK[:SAMPLE], first.weights_TK[:SAMPLE])]
-    inputs_R = [[t.cuda() for t in parts] for parts in bench.gathered(mine)]
-    share = sample_outputs(
-        inputs_R, SAMPLE, bench.weights.gate_up[0], bench.weights.down[0], bench.rank * bench.local
-    ).cpu()
-    dist.all_reduce(share)
-    expected = share[bench.rank].cuda()
-    added = first.out_TD[head]
-    worst = float(((added[:SAMPLE].float() - expected).norm(dim=1) / expected.norm(dim=1)).max())
-    exact = torch.equal(out, x + added)
-    found = bench.gathered((worst, exact))
-    verdict = "ok" if all(one < TOLERANCE and bits for one, bits in found) and alike > 0.99 else "WRONG"
-    bench.log(
-        f"  oracle, layer 0, {variant.name}: {verdict}; what it adds differs by "
-        f"{[round(one, 5) for one, _ in found]} of its norm, residual exact {[bits for _, bits in found]}; router "
-        f"picks as torch for {float(alike):.4%} of tokens, weights within {float(nearest):.2g}"
-    )
-    bench.meet()
-
-
 def compare(bench, calls=1):
     """Rounds in which every variant takes its turn, then a table."""
     took = 0.0
+    clocks = Clocks() if bench.rank == 0 else None
     for number in range(bench.options.rounds):
         if number and not bench.has(bench.reserve_s / 2 + took, f"rounds from number {number + 1} on"):
             break
@@ -362,13 +330,17 @@ def compare(bench, calls=1):
         took = time.monotonic() - began
     for variant in bench.variants.values():
         variant.check()
-    table(bench)
+    table(bench, clocks.close() if clocks else [])
 
 
-def sizes_of(options, *, layers, experts, tokens, attention=False):
+def sizes_of(options, *, layers, experts, tokens, sequence, cached=0, attention=True):
+    """Of a part: heads and shared expert as in `HEADS` and `INNER`, unless it goes without both."""
+    heads = AttentionSizes(**HEADS, sequence=sequence, cached=cached) if attention else None
     if options.small:
-        return StackSizes(layers=3, experts=16, top_k=TOP_K, hidden=512, inner=256, tokens=301, attention=attention)
-    layers = options.layers or layers
-    return StackSizes(
-        layers=layers, experts=experts, top_k=TOP_K, hidden=HIDDEN, inner=INNER, tokens=tokens, attention=attention
-    )
+        sequence = 1 if cached else 43
+        heads = heads and AttentionSizes(heads=4, kv_heads=2, head_size=64, sequence=sequence, cached=min(cached, 50))
+        sizes = {"layers": 3, "experts": 16, "hidden": 512, "inner": 256, "tokens": 12 * 43}
+    else:
+        layers = options.layers or layers
+        sizes = {"layers": layers, "experts": experts, "hidden": HIDDEN, "inner": INNER, "tokens": tokens}
+    return StackSizes(top_k=TOP_K, attention=heads, shared_inner=sizes["inner"] * attention, **sizes)

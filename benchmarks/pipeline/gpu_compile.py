@@ -1,8 +1,16 @@
-"""The kernels that `gpu_overlap.py` needs at its own sizes, by name. Importing this imports nothing heavy."""
+"""The kernels that `gpu_overlap.py` needs, by name: kind, then what is compiled in. Imports nothing heavy by itself."""
 
 HIDDEN, TOP_K, RANKS = 7168, 8, 2
-NAMES = ["experts 2", "experts 1", *(f"{kind} {n}" for n in (64, 256, 16) for kind in ("peer", "gather", "router"))]
-"""Longest first: experts by cluster, the others by their number of experts."""
+EXPERTS = {"A": 64, "A2": 64, "C": 64, "C2": 64, "D": 64, "B": 256, "E": 16}
+KINDS = ("peer", "gather", "router")
+
+
+def names_for(parts):
+    """Longest first: experts by cluster, the others by experts, top-k and hidden; the soak's are small."""
+    shapes = {(EXPERTS[part], TOP_K, HIDDEN) for part in parts if part in EXPERTS}
+    shapes |= {(12, top_k, 512) for top_k in (1, 4) if "S" in parts}
+    norms = {f"norm {hidden}" for _, _, hidden in shapes}
+    return ["experts 2", "experts 1", *(f"{kind} {e} {k} {d}" for kind in KINDS for e, k, d in sorted(shapes)), *norms]
 
 
 def compile_job(name):
@@ -10,19 +18,21 @@ def compile_job(name):
     import torch
 
     from bywash.exchange.allgather import compile_gather
+    from bywash.kernels.add_norm import compile_add_norm
     from bywash.kernels.compile import KernelShape, compile_kernels
     from bywash.kernels.experts import Tuning, compile_experts
     from bywash.kernels.router import compile_router
 
-    kind, number = name.split()
+    kind, *numbers = name.split()
     major, minor = torch.cuda.get_device_capability()
-    arch = f"sm_{major}{minor}"
+    arch, numbers = f"sm_{major}{minor}", [int(number) for number in numbers]
     if kind == "experts":
-        compile_experts(Tuning(cluster=int(number)))
+        compile_experts(Tuning(cluster=numbers[0]))
+    elif kind == "norm":
+        compile_add_norm(numbers[0], arch)
     elif kind == "router":
-        compile_router(int(number), TOP_K, HIDDEN, arch)
+        compile_router(*numbers, arch)
     else:
-        shape = KernelShape(
-            ranks=RANKS, experts=int(number), top_k=TOP_K, vecs=HIDDEN // 8, dtype="bfloat16", exact=False
-        )
+        experts, top_k, hidden = numbers
+        shape = KernelShape(ranks=RANKS, experts=experts, top_k=top_k, vecs=hidden // 8, dtype="bfloat16", exact=False)
         (compile_kernels if kind == "peer" else compile_gather)(shape, arch)

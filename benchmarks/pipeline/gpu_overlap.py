@@ -3,14 +3,17 @@
     PYTHONPATH=src:. python benchmarks/pipeline/gpu_overlap.py --budget-s 185 --out DIR
 
 A  NVLink, 64 experts, 8,192 tokens per rank, 16 layers     C   through host memory, 12 layers
-B  NVLink, 256 experts, 4,096 tokens: does splitting pay?   C2  NCCL with P2P off, 12 layers
-E  decode: 128 tokens, 16 experts, host time per replay     D   NCCL over sockets (P2P, SHM, IB off), eager
-S  soak with random sizes and delays (only when asked for)
+A2 the same with 16,384 tokens                              C2  NCCL with P2P off, 12 layers
+B  NVLink, 256 experts, 4,096 tokens: does splitting pay?   D   NCCL over sockets (P2P, SHM, IB off), eager
+E  decode: 128 tokens, 16 experts, host time per replay     S   soak with random sizes and delays
+
+A layer is norm, attention (64 heads over 8 of keys, size 128), norm, router, routed experts, shared expert; baselines
+have the same stages in plain torch around an exchange by NCCL. S and A2 run only when asked for.
 
 Definitions. *Compute-only*: the same graph with nothing moved: kernels run on rows that an earlier step left.
 *Exposed*: step less compute-only. *Hidden*, from the profile of one replay: the share of the time in which rows or
-sums travel during which an expert kernel runs; beside it the share during which any kernel of the step runs. *MFU*:
-the products of the experts (6 x pairs x hidden x intermediate) over the dense rate, both measured in this run. Times
+sums travel during which a kernel runs: of routed experts, of experts or attention or shared expert, or any at all.
+*MFU*: all products (experts, shared expert, attention) over the dense rate, both measured in this run. Times
 are the slower rank's, medians over rounds that take turns between all variants. Each part runs in processes of its own
 and cannot spoil another; it has a share of the budget, what earlier parts left over included, begins with what matters
 most, and says what it leaves out. While a part runs, the next one's processes import torch.
@@ -28,6 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
 ENVIRONMENT = {
     "A": {},
+    "A2": {},
     "C": P2P_OFF,
     "E": {},
     "C2": P2P_OFF | {"NCCL_MAX_NCHANNELS": "8"},
@@ -35,7 +39,7 @@ ENVIRONMENT = {
     "D": P2P_OFF | {"NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
     "S": {},
 }
-SHARE_S = {"A": 60, "C": 36, "E": 16, "C2": 32, "B": 17, "D": 18, "S": 60}
+SHARE_S = {"A": 65, "A2": 60, "C": 45, "E": 32, "C2": 50, "B": 25, "D": 20, "S": 20}
 """Of the budget, relative to the others that run."""
 GRACE_S = 8.0
 """How long a part may overrun its share to print what it has."""
@@ -71,7 +75,8 @@ class Part:
             process.start()
 
     def run(self, until, end):
-        """Let it begin nothing new after `until`; end what is left at `end`. Both on the monotonic clock."""
+        """Let it begin nothing new after `until`; end what is left at `end`. Monotonic clock. Whether both ranks ended
+        well."""
         began = time.monotonic()
         print(f"\n===== part {self.name} {ENVIRONMENT[self.name] or ''}, share {until - began:.0f} s", flush=True)
         for start in self._starts:
@@ -85,6 +90,7 @@ class Part:
                 process.join()
         exits = [process.exitcode for process in self._ranks]
         print(f"===== part {self.name}: {time.monotonic() - began:.0f} s, exits {exits}", flush=True)
+        return exits == [0, 0]
 
 
 def compile_one(job):
@@ -98,12 +104,14 @@ def compile_one(job):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=[p for p in ENVIRONMENT if p != "S"], choices=list(ENVIRONMENT))
-    parser.add_argument("--out", help="a folder for timelines")
+    parser.add_argument(
+        "--parts", nargs="+", default=[p for p in ENVIRONMENT if p not in ("S", "A2")], choices=list(ENVIRONMENT)
+    )
+    parser.add_argument("--out", help="a folder for results and timelines")
     parser.add_argument("--budget-s", type=float, default=240.0, help="of the whole script, seconds")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--layers", type=int, default=0, help="instead of each part's own number")
-    parser.add_argument("--soak", type=int, default=100, help="steps of each way")
+    parser.add_argument("--soak", type=int, default=60, help="steps of each round")
     parser.add_argument("--small", action="store_true", help="tiny sizes: does everything run?")
     parser.add_argument("--variants", nargs="*", default=[], help="only those whose name contains one of these")
     options = parser.parse_args()
@@ -120,7 +128,10 @@ def run_all(options, began):
         current, more = waiting, parts[number + 1 :]
         waiting = Part(more[0], options) if more else None
         until += unit * SHARE_S[part]
-        current.run(min(until, last - 2.0), min(until + GRACE_S, last))
+        good = current.run(min(until, last - 2.0), min(until + GRACE_S, last))
+        if part == "S" and not good:
+            print("the soak failed: times of what is wrong are of no use; stopped", flush=True)
+            break
     print(f"whole script {time.monotonic() - began:.0f} s of {options.budget_s:.0f} s", flush=True)
 
 
@@ -128,11 +139,11 @@ def compile_all(options):
     """The kernels of all parts at once; what fails here fails again, and says so, in the part that needs it."""
     if options.small:
         return
-    from benchmarks.pipeline.gpu_compile import NAMES
+    from benchmarks.pipeline.gpu_compile import names_for
 
-    began = time.monotonic()
-    with ProcessPoolExecutor(len(NAMES), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(compile_one, name) for name in NAMES]:
+    began, names = time.monotonic(), names_for(options.parts)
+    with ProcessPoolExecutor(len(names), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(compile_one, name) for name in names]:
             try:
                 print("compiled", future.result(timeout=60.0), flush=True)
             except Exception as error:

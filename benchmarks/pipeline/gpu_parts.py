@@ -1,61 +1,65 @@
 """The parts of `gpu_overlap.py`, as one rank runs them."""
 
-import gc
 import math
-import statistics
 import time
 import traceback
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from benchmarks.moe.layer_baselines import (
-    AllGatherLayer,
-    ByHandLayer,
-    GroupedMlp,
-)
+from benchmarks.pipeline.gpu_baselines import baselines
 from benchmarks.pipeline.gpu_bench import (
     RANKS,
-    TOP_K,
     Bench,
     add,
     add_alone,
-    check_oracle,
     compare,
-    movement_gbytes_per_s,
     open_variant,
     sizes_of,
 )
+from benchmarks.pipeline.gpu_movement import movement_gbytes_per_s, movement_of
+from benchmarks.pipeline.gpu_oracle import check_oracle, check_repeats
 from benchmarks.pipeline.gpu_report import choose, print_decision, profile_of
 
 from bywash.exchange.group import Group
 from bywash.exchange.moves import NcclMoves, PeerCopies
 from bywash.exchange.staged import HostMoves
-from bywash.kernels.router import router_naive
 from bywash.moe.pipeline import SERIAL, Split
 
 
 def part_a(rank, store_path, options):
-    bench = Bench(rank, store_path, options, sizes_of(options, layers=16, experts=64, tokens=8192))
-    bench.reserve_s = 14.0
+    """NVLink, 8,192 tokens."""
+    nvlink_part(rank, store_path, options, 8192, (Split(), Split(lanes=2)))
+
+
+def part_a2(rank, store_path, options):
+    """NVLink, 16,384 tokens: twice the rows for each expert in a lane."""
+    nvlink_part(rank, store_path, options, 16384, (Split(lanes=2), Split(lanes=4)))
+
+
+def nvlink_part(rank, store_path, options, tokens, splits):
+    """The unsplit step by kernels and by copies, and `splits` by copies, each also without movement."""
+    bench = Bench(rank, store_path, options, sizes_of(options, layers=16, experts=64, tokens=tokens, sequence=4096))
+    bench.reserve_s = 16.0
     serial = add(bench, "serial, kernels", SERIAL, "kernels")
     if serial is None:
         return
     check_oracle(bench, serial)
-    add(bench, "serial, copies", SERIAL, "copies")
-    splits = (Split(lanes=2), Split(lanes=3), Split(lanes=4))
     for split in splits:
-        add_with_alone(bench, split, "copies", PeerCopies, movement=split.lanes == 3)
-    add(bench, "3 micro-batches, kernels on 32", Split(lanes=3), "kernels", num_sms=32, blocks=132 - 32)
-    compare(bench)
-    print_decision(bench, (*splits, Split(lanes=2, chunks=2), Split(chunks=4)))
-    profile_all(bench, "3 micro-batches, copies")
+        add_with_alone(bench, split, "copies", PeerCopies, movement=True)
+    add(bench, "serial, copies", SERIAL, "copies")
+    compare(bench, calls=2)
+    print_decision(bench, (*splits, Split(chunks=2)))
+    profile_all(bench, f"{splits[0]}, copies", f"{splits[1]}, copies")
+    for split in splits:
+        if f"{split}, copies, compute only" in bench.variants:
+            profile_of(bench, bench.variants[f"{split}, copies, compute only"])
 
 
 def add_with_alone(bench, split, way, moves, *, movement, blocks=None):
     variant = add(bench, f"{split}, {way}", split, "copies", moves=moves, blocks=blocks)
     if variant:
-        add_alone(bench, variant, movement=movement)
+        add_alone(bench, variant, movement=movement_of if movement else None)
 
 
 def profile_all(bench, *first):
@@ -67,14 +71,13 @@ def profile_all(bench, *first):
 
 
 def part_b(rank, store_path, options):
-    sizes = sizes_of(options, layers=4, experts=256, tokens=4096)
-    bench = Bench(rank, store_path, options, sizes)
+    bench = Bench(rank, store_path, options, sizes_of(options, layers=4, experts=256, tokens=4096, sequence=1024))
     bench.reserve_s = 5.0
-    splits = [Split(lanes=2), Split(lanes=3), Split(chunks=2), Split(chunks=4)]
+    splits = [Split(), Split(lanes=2), Split(lanes=4), Split(chunks=2), Split(chunks=4)]
     picked = choose(bench, splits).split
     add(bench, "serial, kernels", SERIAL, "kernels")
     add(bench, "serial, copies", SERIAL, "copies")
-    for split in [Split(lanes=2), picked, *splits]:
+    for split in [Split(), Split(lanes=2), picked, *splits]:
         if split.overlapped and f"{split}, copies" not in bench.variants:
             add(bench, f"{split}, copies", split, "copies")
     compare(bench, calls=3)
@@ -86,46 +89,54 @@ def slow_part(rank, store_path, options, way, make_moves, blocks, note):
     """Our serial schedule, splits, and each alone, over one slow way, beside the baselines over NCCL without P2P.
 
     The way's rate is measured first, and decides the experts' size: splitting can only hide what compute outlasts.
+    12,288 tokens are 6 sequences, which 2 and 3 lanes share evenly.
     """
-    sizes = sizes_of(options, layers=12, experts=64, tokens=8192)
+    sizes = sizes_of(options, layers=12, experts=64, tokens=12288, sequence=2048)
     bench = Bench(rank, store_path, options, replace(sizes, layers=1))
     nccl = dist.new_group(backend="nccl")
     moves = make_moves(nccl)
     bench.log(f"  way: {way}; {note}")
     bench.link_gbytes_per_s = guarded_rate(bench, moves)
-    inner = sizes.inner if options.small else inner_for(bench, sizes)
-    bench.load(replace(sizes, inner=inner))
-    bench.log(f"  intermediate size {inner}")
-    bench.reserve_s = 9.0
+    if not options.small:
+        sizes = replace(sizes, **inner_for(bench, sizes))
+    bench.load(sizes)
+    bench.log(f"  intermediate size {sizes.inner}; {sizes}")
+    bench.reserve_s = 14.0
     add(bench, f"serial, {way}", SERIAL, "copies", moves=moves)  # nothing runs beside it: experts may take all
-    for split in (Split(lanes=3), Split(lanes=2, chunks=2), Split(lanes=2), Split(lanes=4)):
-        add_with_alone(bench, split, way, moves, movement=split.lanes == 3, blocks=blocks)
+    for split in (Split(lanes=2), Split(lanes=3)):
+        add_with_alone(bench, split, way, moves, movement=split.lanes == 2, blocks=blocks)
+    add(bench, f"{Split()}, {way}", Split(), "copies", moves=moves, blocks=blocks)
     compare(bench)
-    if f"3 micro-batches, {way}" in bench.variants:
-        profile_of(bench, bench.variants[f"3 micro-batches, {way}"], detail=True)
-    baselines(bench, nccl, rounds=4)
+    print_decision(bench, (Split(), Split(lanes=2), Split(lanes=3)))
+    profile_all(bench, f"2 micro-batches, {way}")
+    ours = min((one.median for name, one in bench.variants.items() if "only" not in name), default=None)
+    baselines(bench, nccl, rounds=3, ours=ours and ours / sizes.layers)
+    bench.save()
 
 
 def guarded_rate(bench, moves):
     try:
-        found = movement_gbytes_per_s(bench, Split(lanes=3), moves)
-        bench.log(f"  movement alone, in thirds: {found:.1f} GB/s each way")
+        found = movement_gbytes_per_s(bench, Split(lanes=2), moves)
+        bench.log(f"  movement alone, in halves: {found:.1f} GB/s each way")
     except Exception:
         print(f"rank {bench.rank}: movement alone:\n{traceback.format_exc(limit=-5)}", flush=True)
         found = 24.0
-    gc.collect()  # pinned memory is given back now, not in the middle of a capture
-    torch.cuda.empty_cache()
+    bench.forget()
     return min(bench.gathered(found))
 
 
-def inner_for(bench, sizes, margin=1.1, expert_share=0.72):
-    """The smallest intermediate size whose products take `margin` times as long as rows and sums take to travel.
-
-    A multiple of 256 from 768 to 4,096: what models have. Experts reach about `expert_share` of the dense rate.
+def inner_for(bench, sizes, margin=1.18, share=0.7):
+    """The smallest intermediate size of experts and shared expert for which products take `margin` times as long as
+    rows and sums take to travel in halves; a multiple of 64 from 256 to 4,096. Products reach about `share` of the
+    dense rate; measured, the movement takes some 5 % longer than its rate says.
     """
     move_s = 2 * 2 * sizes.hidden / (bench.link_gbytes_per_s * 1e9)
-    fitting = margin * move_s * expert_share * bench.dense_flops / (6 * sizes.top_k * sizes.hidden)
-    return min(4096, max(768, 256 * math.ceil(fitting / 256)))
+    heads = sizes.attention
+    attention = 2 * heads.weights(sizes.hidden) + 4 * heads.context * heads.q_size
+    left = margin * move_s * share * bench.dense_flops - attention
+    inner = left / (6 * (sizes.top_k + 1) * sizes.hidden)
+    inner = min(4096, max(256, 64 * math.ceil(inner / 64)))
+    return {"inner": inner, "shared_inner": inner}
 
 
 def part_c(rank, store_path, options):
@@ -137,12 +148,11 @@ def part_c2(rank, store_path, options):
 
 
 def part_d(rank, store_path, options):
-    bench = Bench(rank, store_path, options, sizes_of(options, layers=2, experts=64, tokens=4096))
+    bench = Bench(rank, store_path, options, sizes_of(options, layers=2, experts=64, tokens=4096, sequence=1024))
     nccl = dist.new_group(backend="nccl")
     baselines(bench, nccl, rounds=2)
     sizes, moves = bench.sizes, NcclMoves.on(nccl)
-    flops = 6 * sizes.tokens * sizes.top_k * sizes.hidden * sizes.inner * sizes.layers
-    for split, blocks in ((SERIAL, None), (Split(lanes=3), 124)):
+    for split, blocks in ((SERIAL, None), (Split(lanes=2), 124)):
         if not bench.has(5.0, f"sockets, ours, {split}"):
             return
         try:
@@ -156,60 +166,45 @@ def part_d(rank, store_path, options):
                 took = max(bench.gathered(time.monotonic() - began))
                 bench.log(
                     f"  sockets, ours, {split}, eager {number}: {took / sizes.layers * 1e3:.1f} ms a layer, "
-                    f"MFU {flops / took / bench.dense_flops:.4f}"
+                    f"MFU {bench.mfu(took / sizes.layers * 1e3):.4f}"
                 )
         except Exception:
             print(f"rank {rank}: sockets, {split}:\n{traceback.format_exc(limit=-4)}", flush=True)
 
 
-def baselines(bench, nccl, rounds):
-    """One layer by hand and by all-gather, eagerly, milliseconds; MFU as in the table."""
-    sizes, mlp = bench.sizes, GroupedMlp(bench.weights.gate_up[0], bench.weights.down[0])
-    bench.variants.clear()
-    bench._experts.clear()
-    torch.cuda.empty_cache()
-    flops = 6 * sizes.tokens * sizes.top_k * sizes.hidden * sizes.inner
-    ids, weights = router_naive(bench.inputs[0], bench.weights.router[0], TOP_K)
-    ids = ids.contiguous()
-    for name, kind in (("by hand", ByHandLayer), ("all-gather", AllGatherLayer)):
-        if not bench.has(1.5, f"baseline {name}"):
-            return
-        try:
-            layer = kind(nccl, bench.rank, RANKS, sizes.experts, mlp)
-            times = []
-            for _ in range(rounds + 1):
-                bench.meet()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(bench.options.calls):
-                    layer(bench.inputs[0], ids, weights)
-                end.record()
-                end.synchronize()
-                times.append(max(bench.gathered(begin.elapsed_time(end) / bench.options.calls)))
-            ms = statistics.median(times[1:])
-            bench.log(
-                f"  baseline {name}: {ms:.3f} ms a layer ({min(times[1:]):.3f} to {max(times[1:]):.3f}), "
-                f"MFU {flops / (ms * 1e-3) / bench.dense_flops:.4f}"
-            )
-        except Exception:
-            print(f"rank {bench.rank}: baseline {name}:\n{traceback.format_exc(limit=-4)}", flush=True)
-        torch.cuda.empty_cache()
-
-
 def part_e(rank, store_path, options):
-    sizes = sizes_of(options, layers=16, experts=16, tokens=128)
-    bench = Bench(rank, store_path, options, sizes)
-    bench.reserve_s = 6.0
-    add(bench, "slotted, kernels", SERIAL, "kernels", counts_first=False)
-    add(bench, "counts first, kernels", SERIAL, "kernels")
-    add(bench, "copies", SERIAL, "copies")
+    """Decode: experts alone, then with attention over 1,024 positions and shared expert."""
+    sizes = sizes_of(options, layers=16, experts=16, tokens=128, sequence=1, cached=1023)
+    alone = replace(sizes, attention=None, shared_inner=0)
+    bench = Bench(rank, store_path, options, alone)
+    nccl = dist.new_group(backend="nccl")
+    bench.options.part = "E-experts"
+    decode(bench, nccl, "slotted, kernels")
+    bench.options.part = "E"
+    bench.load(sizes)
+    bench.log("  with attention and shared expert:")
+    check_repeats(bench)
+    decode(bench, nccl, "slotted, kernels")
+
+
+def decode(bench, nccl, first):
+    """Every exchange in turn, host time, a profile, baselines."""
+    bench.reserve_s = 4.0
+    add(bench, first, SERIAL, "kernels", counts_first=False)
+    if first not in bench.variants:
+        return
+    check_oracle(bench, bench.variants[first])
+    if "experts" not in bench.options.part:
+        add(bench, "counts first, kernels", SERIAL, "kernels")
+        add(bench, "copies", SERIAL, "copies")
     compare(bench, calls=10)
-    for variant in bench.variants.values():
-        if bench.has(5.0, f"host time of {variant.name}"):
-            host_time(bench, variant)
-    if "slotted, kernels" in bench.variants:
-        profile_of(bench, bench.variants["slotted, kernels"], detail=True)
-    baselines(bench, dist.new_group(backend="nccl"), rounds=5)
+    if bench.has(3.0, f"host time of {first}"):
+        host_time(bench, bench.variants[first])
+    if bench.sizes.attention:  # a profiler, once attached, makes every later replay dearer for the host
+        profile_of(bench, bench.variants[first], detail=True)
+    ours = bench.variants[first].median / bench.sizes.layers
+    baselines(bench, nccl, rounds=5, ours=ours)
+    bench.save()
 
 
 def host_time(bench, variant, replays=1000, batch=10):
@@ -230,25 +225,29 @@ def host_time(bench, variant, replays=1000, batch=10):
             time.sleep(0.001)
     variant.check()
     found = bench.gathered([round(value / replays * 1e6, 2) for value in (thread, process, wall)])
+    bench.results[f"host us per replay, {variant.name}"] = found
     bench.log(
         f"  host time per replay of {bench.sizes.layers} layers, {variant.name}: thread, process, wall us {found}"
     )
 
 
+AFTER_SOAK_S = 10.0
+"""What the steps that must fail may take, deadlines included."""
+
+
 def part_s(rank, store_path, options):
-    """Random sizes, ways, counts and delays; then the same with one semaphore left out, which must fail."""
+    """Random sizes, ways, counts and delays for as long as there is time; then without one semaphore: must fail."""
     from tests.pipeline import cuda_steps
 
     torch.cuda.set_device(rank)
     group = Group(rank=rank, ranks=RANKS, store=dist.FileStore(store_path, RANKS), deadline_s=20.0)
-    for way in cuda_steps.WAYS:
-        began = time.monotonic()
-        try:
-            text = f"{cuda_steps.soak(group, RANKS, way, options.soak, 5)} steps, all equal to serial"
-        except Exception:
-            text = traceback.format_exc(limit=-4)
-        if rank == 0 or "Traceback" in text:
-            print(f"  soak, {way}, rank {rank}: {text} ({time.monotonic() - began:.1f} s)", flush=True)
+    done, seed, longest = dict.fromkeys(cuda_steps.WAYS, 0), 5, 0.0
+    while soak_time_left(options) > longest + AFTER_SOAK_S:
+        way, began = cuda_steps.WAYS[seed % len(cuda_steps.WAYS)], time.monotonic()
+        done[way] += cuda_steps.soak(group, RANKS, way, options.soak, seed)
+        seed, longest = seed + 1, max(longest, time.monotonic() - began)
+    if rank == 0:
+        print(f"  soak: {done} steps, {sum(done.values())} in all, every one equal to serial", flush=True)
     for kinds in cuda_steps.NEEDED:
         try:
             text = cuda_steps.soak_without(group, RANKS, kinds, 40)
@@ -257,7 +256,14 @@ def part_s(rank, store_path, options):
         print(f"  without {' before '.join(kinds)}, rank {rank}: {text}", flush=True)
 
 
-PARTS = {"S": part_s, "A": part_a, "B": part_b, "C": part_c, "C2": part_c2, "D": part_d, "E": part_e}
+def soak_time_left(options):
+    """Seconds, of the rank that has least."""
+    found = [None] * RANKS
+    dist.all_gather_object(found, options.until - time.monotonic())
+    return min(found)
+
+
+PARTS = {"S": part_s, "A": part_a, "A2": part_a2, "B": part_b, "C": part_c, "C2": part_c2, "D": part_d, "E": part_e}
 
 
 def run(part, rank, store_path, options):

@@ -2,62 +2,79 @@
 
 import json
 import traceback
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.pipeline import gpu_profile
+from benchmarks.pipeline.gpu_clocks import within
 
-from bywash.moe.pipeline import SERIAL, Load, Machine, decide
+from bywash.moe.pipeline import SERIAL, Load, decide
+from bywash.moe.pipeline.cost import H200_NVLINK
 from bywash.report.timeline import chrome_trace, tracks_of
 
 
-def table(bench):
-    sizes = bench.sizes
-    flops = 6 * sizes.tokens * sizes.top_k * sizes.hidden * sizes.inner * sizes.layers
-    baseline = next(iter(bench.variants.values()))
+def table(bench, clocks):
+    """Every variant of the part; the first one is the baseline. `clocks`: samples of `gpu_clocks`."""
+    sizes, layers, baseline = bench.sizes, bench.sizes.layers, next(iter(bench.variants.values()))
+    floor_ms = bench.flops * layers / bench.dense_flops * 1e3
     bench.log(
-        f"\n{sizes.tokens} tokens per rank, {sizes.experts} experts, {sizes.layers} layers; floor "
-        f"{flops / bench.dense_flops * 1e3:.2f} ms at the dense rate {bench.dense_flops / 1e12:.0f} TFLOP/s"
+        f"\n{sizes.tokens} tokens per rank, {sizes.experts} experts, {layers} layers; floor {floor_ms:.2f} ms at the "
+        f"dense rate {bench.dense_flops / 1e12:.0f} TFLOP/s"
     )
-    bench.log(f"{'':44}{'step ms':>9}{'least':>9}{'most':>9}{'layer us':>10}{'MFU':>7}{'x first':>9}{'exposed':>17}")
+    columns = {"step ms": 9, "least": 9, "most": 9, "layer us": 10, "MFU": 7, "x first": 9, "exposed": 17}
+    columns |= {"MHz": 7, "W": 5}
+    bench.log(f"{'':50}" + "".join(f"{name:>{width}}" for name, width in columns.items()))
+    rows = {}
     for name, variant in bench.variants.items():
         ms, alone = variant.median, bench.variants.get(f"{name}, compute only")
         exposed = f"{ms - alone.median:9.2f} {(ms - alone.median) / ms:6.2%}" if alone else ""
+        found = within(clocks, variant.windows)
+        speed = f"{found[0]:7.0f}{found[1]:5.0f}" if found else ""
         bench.log(
-            f"{name:44}{ms:9.2f}{min(variant.times):9.2f}{max(variant.times):9.2f}{ms / sizes.layers * 1e3:10.1f}"
-            f"{flops / (ms * 1e-3) / bench.dense_flops:7.3f}{baseline.median / ms:9.3f}{exposed:>17}"
+            f"{name:50}{ms:9.2f}{min(variant.times):9.2f}{max(variant.times):9.2f}{ms / layers * 1e3:10.1f}"
+            f"{bench.mfu(ms / layers):7.3f}{baseline.median / ms:9.3f}{exposed:>17}{speed}"
         )
+        rows[name] = {"ms": variant.times, "compute only ms": alone.times if alone else None, "MHz, W, samples": found}
+    bench.results["steps"] = rows
+    bench.save()
 
 
 def profile_of(bench, variant, *, detail=False):
-    """Shares of one replay, printed for both ranks; the timeline goes to --out."""
+    """Shares of one replay, printed for both ranks; the timeline goes to `timelines.zip` in --out."""
     if not bench.has(2.5, f"profile of {variant.name}"):
         return
+    found, events, spans = None, [], None
     try:
-        events = gpu_profile.record(variant.step.replay, bench.meet)
+        events = gpu_profile.record(variant.step.replay, bench.meet, variant.schedule)
+        events, spans = gpu_profile.by_op(events, variant.schedule, variant.events, variant.by_copies)
         found = gpu_profile.shares(events)
-        spans = gpu_profile.spans_of(events, variant.schedule, variant.events.get) if variant.events else None
     except Exception:
         print(f"rank {bench.rank}: profile of {variant.name}:\n{traceback.format_exc(limit=-4)}", flush=True)
-        found, events, spans = None, [], None
     everyone = bench.gathered((found, spans))
     for rank, (one, _) in enumerate(everyone):
         if one:
+            hidden = ", ".join(f"{what} {share:.1%}" for what, share in one["hidden"].items())
             bench.log(
-                f"  profile, {variant.name}, rank {rank}: step {one['step_us']:.0f} us, kernels {one['busy_us']:.0f}; "
-                f"hidden behind experts {one['hidden_by_experts']:.1%}, any kernel {one['hidden_by_kernels']:.1%}; "
+                f"  profile, {variant.name}, rank {rank}: step {one['step_us']:.0f} us, kernels {one['busy_us']:.0f}, "
+                f"none for {1 - one['busy_us'] / one['step_us']:.2%}; hidden behind {hidden}; "
                 f"us {one['us']}, number {one['count']}, copied {one['wire_bytes'] / 1e6:.0f} MB"
             )
+    bench.results[f"profile, {variant.name}"] = [one for one, _ in everyone]
+    bench.save()
     if detail and bench.rank == 0:
         print("\n".join("    " + line for line in gpu_profile.names(events)), flush=True)
     if bench.rank == 0 and bench.options.out and all(spans for _, spans in everyone):
         trace = chrome_trace(tracks_of([spans for _, spans in everyone]), {"what": f"{variant.name}, profiled replay"})
         slug = variant.name.replace(" ", "-").replace(",", "")
-        Path(bench.options.out, f"timeline-{bench.options.part}-{slug}.json").write_text(json.dumps(trace))
-    elif bench.rank == 0 and events and variant.events:
+        with zipfile.ZipFile(Path(bench.options.out, "timelines.zip"), "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(f"timeline-{bench.options.part}-{slug}.json", json.dumps(trace))
+    elif bench.rank == 0 and events:
         print("    no timeline: the profile's kernels and copies do not match the schedule's ops", flush=True)
 
 
 def load_of(sizes, ranks):
+    heads = sizes.attention
     return Load(
         ranks=ranks,
         tokens=sizes.tokens,
@@ -67,18 +84,21 @@ def load_of(sizes, ranks):
         experts=sizes.experts,
         combine="stable",
         intermediate=sizes.inner,
-        attention_weights=sizes.hidden**2 if sizes.attention else 0,
+        shared_intermediate=sizes.shared_inner,
+        attention_weights=heads.weights(sizes.hidden) if heads else 0,
+        attention_size=heads.q_size if heads else 0,
+        context=heads.context if heads else 0,
+        passes=True,
     )
 
 
 def machine_of(bench):
-    return Machine(
-        tflops=0.72 * bench.dense_flops / 1e12,
-        memory_gbytes_per_s=4000.0,
+    """As fitted, with the link and the dense rate of this run; products inside a step reach about 0.83 of that."""
+    return replace(
+        H200_NVLINK,
+        tflops=0.83 * bench.dense_flops / 1e12,
         link_gbytes_per_s=bench.link_gbytes_per_s,
-        exchange_start_us=10.0,
-        stage_start_us=30.0,
-        source="dense rate of this run; the experts' kernel reaches about 0.72 of it",
+        source="this run",
     )
 
 

@@ -14,30 +14,42 @@ from bywash.exchange.staged import HostMoves
 from bywash.moe.device_experts import open_device_experts
 from bywash.moe.device_layer import pairs_capacity
 from bywash.moe.pipeline import SERIAL, Kind, Split, build_schedule
+from bywash.moe.pipeline.attention_cuda import AttentionSizes
 from bywash.moe.pipeline.run_cuda import CudaExecutor
 from bywash.moe.pipeline.stack_cuda import (
     GatherForward,
     PeerForward,
-    StackSizes,
     devices_needed,
     part_tokens,
-    random_weights,
+    row_independent_backend,
 )
+from bywash.moe.pipeline.stack_sizes import StackSizes, random_weights
 
-SPLITS = (Split(lanes=2), Split(lanes=3), Split(chunks=3), Split(lanes=2, chunks=2))
+SPLITS = (Split(), Split(lanes=2), Split(lanes=3), Split(chunks=3), Split(lanes=2, chunks=2))
 WAYS = ("copies", "kernels", "host memory")
+SEQUENCES = (0, 24, 56)
+"""Tokens of a sequence; without any, a stack of experts alone, which any split may cut."""
 NEEDED = ((Kind.ROUTE, Kind.DISPATCH), (Kind.EXPERTS, Kind.COMBINE))
 """Pairs of stages whose semaphore nothing else replaces: the copies would take what is not there yet."""
 _MOST_DELAY_CYCLES = 400_000
 
 
 class Stack:
-    """A small stack on this rank, by any way and split."""
+    """A small stack on this rank, by any way and split; with `sequence`, it has attention and a shared expert too."""
 
-    def __init__(self, group, devices, *, layers=3, experts=12, top_k=4, hidden=512, inner=256, tokens=160):
+    def __init__(self, group, devices, *, layers=3, experts=12, top_k=4, hidden=512, inner=256, tokens=160, sequence=0):
         torch.cuda.set_device(group.rank % devices)
         self.group, self.placement = group, Placement.equal(experts, group.ranks)
-        self.sizes = StackSizes(layers=layers, experts=experts, top_k=top_k, hidden=hidden, inner=inner, tokens=tokens)
+        self.sizes = StackSizes(
+            layers=layers,
+            experts=experts,
+            top_k=top_k,
+            hidden=hidden,
+            inner=inner,
+            tokens=tokens,
+            attention=AttentionSizes(heads=4, kv_heads=2, head_size=64, sequence=sequence) if sequence else None,
+            shared_inner=128 if sequence else 0,
+        )
         self.local = len(self.placement.experts_of(group.rank))
         self.weights = random_weights(self.sizes, self.local, group.rank, seed=3)
         self.executor = CudaExecutor()
@@ -56,7 +68,7 @@ class Stack:
         )
         pairs, home_E = pairs_capacity(layout, self.local), self.placement.home_E
         experts = [
-            open_device_experts(*pair, pairs=pairs, backend="auto" if _hopper() else "triton")
+            open_device_experts(*pair, pairs=pairs, backend=row_independent_backend())
             for pair in zip(self.weights.gate_up, self.weights.down, strict=True)
         ]
         common = sizes, split, self.weights, experts, self.local
@@ -82,10 +94,6 @@ class Stack:
         return forward.output_TD
 
 
-def _hopper():
-    return torch.cuda.get_device_capability() == (9, 0)
-
-
 def delayed(forward, rng):
     """`forward` with kernels that only spin, before some ops."""
 
@@ -102,8 +110,9 @@ def soak(group, devices, way, steps, seed):
     rng, done = random.Random(seed), 0  # the same on every rank
     own = random.Random(seed + 17 * group.rank)
     while done < steps:
-        split, tokens = rng.choice(SPLITS), rng.randrange(8, 300)
-        stack = Stack(group, devices, tokens=tokens, top_k=rng.choice((1, 4)))
+        split, sequence = rng.choice(SPLITS), rng.choice(SEQUENCES)
+        tokens = sequence * rng.randrange(3, 7) if sequence else rng.randrange(8, 300)
+        stack = Stack(group, devices, tokens=tokens, top_k=rng.choice((1, 4)), sequence=sequence)
         plain, plain_schedule, plain_devices = stack.open(SERIAL, "kernels")
         forward, schedule, exchanges = stack.open(split, way)
         stack.run(forward, schedule)

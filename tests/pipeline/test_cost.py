@@ -23,13 +23,14 @@ SLOW = replace(H200_NVLINK, link_gbytes_per_s=24.0)
 
 
 def test_two_micro_batches_lose_where_experts_wait_for_their_weights():
-    """Experts of 4,096 tokens and 256 experts on two H200: 5.2 against 3.7 ms, by the rates measured there."""
+    """Experts of 4,096 tokens and 256 experts on two H200: measured 4.84 ms in one piece, 6.12 in two, 11.2 in four."""
     decision = decide(BIG, H200_NVLINK, splits_of("auto", 2))
     assert decision.split == SERIAL
-    serial, halves, *_ = decision.candidates
-    assert serial.stages_ns[Kind.EXPERTS] / 1e6 == pytest.approx(3.7, abs=0.1)
-    assert halves.stages_ns[Kind.EXPERTS] / 1e6 == pytest.approx(5.2, abs=0.1)
-    assert "experts 3.66 -> 5.25 ms" in decision.why
+    serial, halves, _, quarters = decision.candidates  # the third: two chunks
+    assert serial.stages_ns[Kind.EXPERTS] / 1e6 == pytest.approx(4.84, rel=0.03)
+    assert halves.stages_ns[Kind.EXPERTS] / 1e6 == pytest.approx(6.12, rel=0.03)
+    assert quarters.stages_ns[Kind.EXPERTS] / 1e6 == pytest.approx(11.2, rel=0.03)
+    assert "experts 4.85 -> 6.21 ms" in decision.why
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,16 @@ def test_micro_batches_win_elsewhere(load, machine):
     assert decision.split.lanes > 1
     assert decision.candidates[0].usage.step_ns > min(c.usage.step_ns for c in decision.candidates)
     assert str(decision.split) in decision.why
+
+
+def test_a_shared_expert_is_enough_to_hide_behind():
+    """On NVLink both halves of the exchange take less than a shared expert's products; splitting would cost tails."""
+    load = replace(BIG, experts=64, tokens=8192, shared_intermediate=2048, passes=True)
+    decision = decide(load, H200_NVLINK, splits_of("auto", 4))
+    assert decision.split == Split()
+    whole = next(one for one in decision.candidates if one.split == Split())
+    assert whole.usage.hidden_share > 0.9
+    assert whole.stages_ns[Kind.EXPERTS] == decision.candidates[0].stages_ns[Kind.EXPERTS]
 
 
 def test_decode_with_few_tokens_stays_in_one_piece():
@@ -62,8 +73,10 @@ def test_modes_allow_what_they_say():
     assert splits_of("microbatch", 9) == (Split(lanes=2), Split(lanes=3), Split(lanes=4))
     assert all(split.chunks > 1 and split.lanes == 1 for split in splits_of("tile", 4))
     assert {split.lanes for split in splits_of("auto", 1)} == {1}
-    assert MODES == ("off", "microbatch", "tile", "auto")
-    with pytest.raises(ConfigError, match="--overlap sideways: choose one of off, microbatch, tile, auto"):
+    assert splits_of("shared", 4) == (Split(),)
+    assert splits_of("auto", 4)[-1] == Split()
+    assert MODES == ("off", "microbatch", "tile", "shared", "auto")
+    with pytest.raises(ConfigError, match="--overlap sideways: choose one of off, microbatch, tile, shared, auto"):
         splits_of("sideways", 2)
 
 

@@ -1,14 +1,17 @@
 """The pipeline on real GPUs. Skipped without one; what needs none is at the end."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
 from bywash.errors import ConfigError
 from bywash.moe.pipeline import Split
+from bywash.moe.pipeline.attention_cuda import AttentionSizes
 from bywash.moe.pipeline.run_cuda import CudaExecutor
-from bywash.moe.pipeline.stack_cuda import StackSizes, devices_needed, part_tokens
+from bywash.moe.pipeline.stack_cuda import devices_needed, part_tokens
+from bywash.moe.pipeline.stack_sizes import StackSizes
 from tests.pipeline import cuda_steps
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -48,6 +51,17 @@ def test_parts_cover_every_token_once_in_order(split, tokens):
     assert [t for part in parts for t in range(tokens)[part]] == list(range(tokens))
     assert len(parts) == split.lanes * split.chunks <= 2 * devices_needed(split) <= len(parts) + 1
     assert part_tokens(sizes, split) == max(len(range(tokens)[part]) for part in parts)
+
+
+def test_lanes_hold_whole_sequences():
+    heads = AttentionSizes(heads=2, kv_heads=1, head_size=8, sequence=10)
+    sizes = StackSizes(layers=1, experts=4, top_k=2, hidden=64, inner=64, tokens=70, attention=heads)
+    assert sizes.lanes(Split(lanes=3)) == [slice(0, 20), slice(20, 40), slice(40, 70)]
+    assert sizes.parts(Split(lanes=2, chunks=2)) == [slice(0, 15), slice(15, 30), slice(30, 50), slice(50, 70)]
+    with pytest.raises(ConfigError, match=r"7 sequences of 10 tokens for 8 micro-batches"):
+        sizes.lanes(Split(lanes=8))
+    with pytest.raises(ConfigError, match=r"are not whole sequences of 10"):
+        replace(sizes, tokens=71).lanes(Split(lanes=2))
 
 
 @pytest.mark.skipif(GPUS > 0, reason="this machine has a GPU")

@@ -31,7 +31,7 @@ def run(tmp_path, name, *more):
 def test_overlapped_runs_give_the_logits_and_the_trace_of_serial_ones(tmp_path, model, ranks, exchange):
     common = ("--model", model, "--ranks", ranks, "--exchange", exchange, "--micro-batch", 1, "--check")
     serial, serial_files = run(tmp_path, "off", *common)
-    for mode in ("microbatch", "tile"):
+    for mode in ("microbatch", "tile", "shared"):
         outcome, files = run(tmp_path, mode, *common, "--overlap", mode)
         assert outcome["tokens_identical"]
         assert outcome["logits_identical"]
@@ -84,6 +84,7 @@ def job(**changes):
         ("microbatch", {"link": None}, Split(lanes=2), "asked for"),
         ("microbatch", {"batches": 1}, Split(lanes=2), "lower --micro-batch"),
         ("tile", {"link": None}, Split(chunks=2), "asked for"),
+        ("shared", {"link": None}, Split(), "asked for"),
         ("auto", {"link": None}, SERIAL, "nothing to hide"),
         ("auto", {"ranks": 1}, SERIAL, "nothing is sent"),
         ("auto", {"device": "cuda"}, SERIAL, "on GPUs"),
@@ -104,7 +105,7 @@ def test_prefill_and_decode_are_decided_apart():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["run", "--overlap", "sideways"], "--overlap sideways: choose one of off, microbatch, tile, auto"),
+        (["run", "--overlap", "sideways"], "--overlap sideways: choose one of off, microbatch, tile, shared, auto"),
         (["run", "--timeline", "/no/such/dir/t.json"], "--timeline /no/such/dir/t.json"),
         (["bench", "layer", "--splits", "two"], "--splits 'two'"),
         (["bench", "layer", "--splits", "0x1"], "split.lanes = 0"),

@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bywash.errors import ConfigError
-from bywash.moe.pipeline import IN_FLIGHT, SERIAL, Kind, LayerForm, Split, Stream, build_schedule, check
+from bywash.moe.pipeline import (
+    IN_FLIGHT,
+    SERIAL,
+    Kind,
+    LayerForm,
+    Split,
+    Stream,
+    build_schedule,
+    check,
+    simulate,
+    usage,
+)
 from bywash.moe.pipeline.schedule import Semaphore
 from tests.pipeline.common import without_semaphore
 
@@ -26,7 +37,8 @@ def test_every_stage_once_and_every_dependency_ordered(forms, split, costs):
     wanted = []
     for layer, form in enumerate(forms):
         kinds = [Kind.ATTENTION] if form.attention else []
-        kinds += [Kind.ROUTE, Kind.FINISH, *([Kind.SHARED] if form.shared else [])] if form.moe else [Kind.DENSE]
+        shared = [Kind.SHARED_UP, Kind.SHARED_DOWN] if split.whole else [Kind.SHARED]
+        kinds += [Kind.ROUTE, Kind.FINISH, *(shared if form.shared else [])] if form.moe else [Kind.DENSE]
         wanted += [(kind, layer, lane, 0) for kind in kinds for lane in range(split.lanes)]
         if form.moe:
             wanted += [
@@ -74,6 +86,22 @@ def test_two_micro_batches_run_as_in_the_picture():
         "finish A0 of layer 0",
         "finish B0 of layer 0",
     ]
+
+
+def test_one_micro_batch_hides_both_halves_behind_its_shared_expert():
+    schedule = build_schedule([LayerForm(shared=True)], Split(), cost=lambda kind, lane: 10)
+    spans = {str(span.op.kind): span for span in simulate(schedule, lambda op: 10)}
+    assert [str(op.kind) for op in schedule.on(Stream.COMPUTE)] == [
+        "attention",
+        "route",
+        "shared expert up",
+        "experts",
+        "shared expert down",
+        "finish",
+    ]
+    assert spans["dispatch"].start_ns == spans["shared expert up"].start_ns
+    assert spans["combine"].start_ns == spans["shared expert down"].start_ns
+    assert usage(list(spans.values())).exposed_ns == 0
 
 
 def test_damaged_schedules_are_refused_with_their_place():

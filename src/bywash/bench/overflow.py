@@ -122,8 +122,7 @@ def _outcomes(bench: OverflowBench, steps_LRE: Counts) -> Iterator[tuple[int, ND
     history_LE = steps_LRE.sum(axis=(0, 2), dtype=np.int64)
     placements = [Placement.equal(experts, bench.ranks)] * layers
     if bench.rearrange:
-        speeds = bench.limits.speeds
-        placements = [Placement.from_counts(history_E, bench.ranks, speeds) for history_E in history_LE]
+        placements = Placement.of_layers(history_LE, bench.ranks, bench.limits.speeds)
     policy = _policy(bench, placements, history_LE)
     policy(0, steps_LRE[0, 0])  # loads the compiled planner
     policy = _policy(bench, placements, history_LE)

@@ -86,9 +86,17 @@ class SyntheticLayer:
 
     def shared_expert(self, batch: Batch) -> Tensor | None:
         """A gated MLP on every token."""
-        if self._shared is None:
-            return None
-        return F.linear(_silu_gate(F.linear(_normed(batch.hidden_BSD), self._shared[0])), self._shared[1])
+        return None if self._shared is None else self.shared_down(batch, self.shared_up(batch))
+
+    def shared_up(self, batch: Batch) -> Tensor:
+        """The first half of the gated MLP."""
+        assert self._shared is not None
+        return _silu_gate(F.linear(_normed(batch.hidden_BSD), self._shared[0]))
+
+    def shared_down(self, batch: Batch, inner: Tensor) -> Tensor:
+        """The second half."""
+        assert self._shared is not None
+        return F.linear(inner, self._shared[1])
 
     def finish(self, batch: Batch, routed_TD: Tensor, shared: Tensor | None) -> None:
         """Residual."""

@@ -203,12 +203,15 @@ class GatherSteps(AllGatherDevice):
         return self.dispatch_finish(generation)
 
     def add(self, y_MD: Tensor, generation: int) -> None:
-        """Add expert outputs, in the order of `index_M`, per token: sums for other ranks are then ready to go."""
+        """Add expert outputs, in the order of `index_M`, per token of other ranks: these sums are then ready to go.
+
+        `y_MD` must stay as it is until `finish`, which adds those of own tokens.
+        """
         channel, layout = self._channels[generation], self.layout
         expect("outputs", y_MD, (y_MD.shape[0], layout.hidden), layout.dtype)
         self._kernels.set(channel.parameters, y=y_MD.data_ptr())
         channel.held = (*channel.held[:1], y_MD)
-        self._launch("sum_partial", self._blocks, channel)
+        self._launch("sum_others", self._blocks, channel)
         self._with_words("prepare_outputs", generation)
 
     def move_sums(self, generation: int) -> None:
@@ -216,12 +219,12 @@ class GatherSteps(AllGatherDevice):
         self.moves(self._sums[generation])
 
     def finish(self, out_TD: Tensor, generation: int) -> None:
-        """Wait, on the device, for everybody's sums, and add them into `out_TD`; rows past T are left alone."""
+        """Wait, on the device, for the others' sums; add own and theirs into `out_TD`; rows past T are left alone."""
         channel, layout = self._channels[generation], self.layout
         expect("out", out_TD, (layout.tokens, layout.hidden), layout.dtype)
         self._kernels.set(channel.parameters, out=out_TD.data_ptr())
         channel.held = (*channel.held[:2], out_TD)
-        self._launch("sum_outputs", self._blocks, channel)
+        self._launch("sum_own", self._blocks, channel)
 
     def wait_only(self, name: str, generation: int) -> None:
         """`wait_rows`, `wait_outputs` or `prepare_outputs` alone, to measure the movement without the kernels."""

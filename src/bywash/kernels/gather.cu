@@ -6,7 +6,8 @@
 // Names: L experts of this rank, C chunks of CHUNK pairs (place * TOP_K + k, valid or not), W warps of a block.
 
 #define CHUNK 1024  // pairs of one block of count_pairs and place_pairs
-#define TILE 4      // vectors that a lane loads at once
+#define SCANNED 16  // chunks whose counts a thread of scan_counts loads at once
+#define TILE 4       // vectors of a row that a lane loads at once
 
 struct Gather {
   u64 local;       // number: L
@@ -101,12 +102,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   u32 local = (u32)g.local, tid = threadIdx.x, each = (local + THREADS - 1) / THREADS, mine = 0;
   u32 first = min(tid * each, local), last = min(first + each, local);
   for (u32 l = first; l < last; ++l) {
-    u32 run = 0;
-    for (u32 c = 0; c < g.chunks; ++c) {
-      u32* count = (u32*)g.counts_CL + c * local + l;
-      u32 here = *count;
-      *count = run;
-      run += here;
+    u32 run = 0, *count = (u32*)g.counts_CL + l;
+    for (u32 c = 0; c < g.chunks; c += SCANNED) {
+      u32 here[SCANNED];  // loaded together: one at a time, each would wait for the memory
+#pragma unroll
+      for (u32 i = 0; i < SCANNED; ++i) here[i] = c + i < g.chunks ? count[(c + i) * local] : 0;
+#pragma unroll
+      for (u32 i = 0; i < SCANNED; ++i) {
+        if (c + i < g.chunks) count[(c + i) * local] = run;
+        run += here[i];
+      }
     }
     ((u32*)p.ends_L)[l] = run;
     mine += run;
@@ -160,36 +165,64 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// What this rank computed for each token of each rank, added in k order and rounded once, as combine does: this rank's
-// own into its slots, the others' into `partial`. One warp per token.
+// A token's pairs computed here, by lane: m (-1 for none) and weight of pair k in lane k; `there` has a bit for each.
+struct Pairs {
+  int m;
+  float weight;
+  u32 there;
+};
+
+__device__ __forceinline__ Pairs pairs_of(const Params& p, const Gather& g, u32 place) {
+  u32 lane = threadIdx.x % 32;
+  Pairs pairs = {-1, 0, 0};
+  if (lane < TOP_K) {
+    pairs.m = ((const int*)p.m_PK)[place * TOP_K + lane];
+    pairs.weight = ((const float*)(heap(p) + g.at_weights))[place * TOP_K + lane];
+  }
+  pairs.there = __ballot_sync(ALL_LANES, pairs.m >= 0);
+  return pairs;
+}
+
+// The pairs' outputs, added in k order: TILE vectors of the row, 32 apart, from v on, whose loads are in flight together.
+__device__ __forceinline__ void add_pairs(const Params& p, const Pairs& pairs, u32 v, float (*sum)[LANES_OF_VEC]) {
+  for (u32 left = pairs.there; left; left &= left - 1) {
+    u32 k = __ffs(left) - 1;
+    u64 row = p.y + __shfl_sync(ALL_LANES, pairs.m, k) * ROW_BYTES;
+    float weight = __shfl_sync(ALL_LANES, pairs.weight, k);
+    Vec a[TILE];
+#pragma unroll
+    for (int u = 0; u < TILE; ++u) a[u] = load_rows(row + 16ull * min(v + 32 * u, VECS - 1));
+#pragma unroll
+    for (int u = 0; u < TILE; ++u) add_weighted(sum[u], a[u], weight);
+  }
+}
+
+__device__ __forceinline__ void store_sums(u64 to, u32 v, const float (*sum)[LANES_OF_VEC]) {
+#pragma unroll
+  for (int u = 0; u < TILE; ++u)
+    if (v + 32 * u < VECS) store_row(to + 16ull * (v + 32 * u), rounded(sum[u]));
+}
+
+// What this rank computed for token t of rank s, added in k order and rounded once, as combine does. One warp.
+__device__ void sum_token(const Params& p, const Gather& g, u32 s, u32 t, u64 sums) {
+  u32 lane = threadIdx.x % 32, place = s * (u32)p.max_tokens + t;
+  if (t >= ((const u32*)p.tokens_R)[s]) return;
+  Pairs pairs = pairs_of(p, g, place);
+  for (u32 v = lane; v - lane < VECS; v += 32 * TILE) {
+    float sum[TILE][LANES_OF_VEC] = {};
+    add_pairs(p, pairs, v, sum);
+    store_sums(sums + place * ROW_BYTES, v, sum);
+  }
+}
+
+// The sums of every token: this rank's own into its slots, the others' into `partial`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_partial(const __grid_constant__ Params p, const __grid_constant__ Gather g) {
   if (!alive(p)) return;
-  u32 lane = threadIdx.x % 32, workers = gridDim.x * WARPS, room = (u32)p.room;
+  u32 workers = gridDim.x * WARPS, room = (u32)p.room;
   for (u32 item = blockIdx.x * WARPS + threadIdx.x / 32; item < RANKS * room; item += workers) {
-    u32 s = item / room, t = item % room, place = s * (u32)p.max_tokens + t;
-    if (t >= ((const u32*)p.tokens_R)[s]) continue;
-    u64 to = (s == p.rank ? heap(p) + p.at_slots : g.partial) + place * ROW_BYTES;
-    int m = lane < TOP_K ? ((const int*)p.m_PK)[place * TOP_K + lane] : -1;
-    float weight = 0;
-    if (lane < TOP_K) weight = ((const float*)(heap(p) + g.at_weights))[place * TOP_K + lane];
-    u32 there = __ballot_sync(ALL_LANES, m >= 0);
-    for (u32 v = lane; v - lane < VECS; v += 32 * TILE) {
-      float sum[TILE][LANES_OF_VEC] = {};
-      for (u32 left = there; left; left &= left - 1) {
-        u32 k = __ffs(left) - 1;
-        u64 row = p.y + __shfl_sync(ALL_LANES, m, k) * ROW_BYTES;
-        float w = __shfl_sync(ALL_LANES, weight, k);
-        Vec a[TILE];
-#pragma unroll
-        for (int u = 0; u < TILE; ++u) a[u] = load_rows(row + 16ull * min(v + 32 * u, VECS - 1));
-#pragma unroll
-        for (int u = 0; u < TILE; ++u) add_weighted(sum[u], a[u], w);
-      }
-#pragma unroll
-      for (int u = 0; u < TILE; ++u)
-        if (v + 32 * u < VECS) store_row(to + 16ull * (v + 32 * u), rounded(sum[u]));
-    }
+    u32 s = item / room;
+    sum_token(p, g, s, item % room, s == p.rank ? heap(p) + p.at_slots : g.partial);
   }
 }
 
@@ -203,29 +236,34 @@ extern "C" __global__ void announce_outputs(const __grid_constant__ Params p, co
   if (threadIdx.x == 0) state->outputs_epoch = epoch;
 }
 
+// Wait for the sums of every rank. False after a failure. Every block calls.
+__device__ bool await_outputs(const Params& p) {
+  u32 epoch = *(volatile u32*)&((State*)p.state)->outputs_epoch;
+  if (!alive(p)) return false;
+  bool ok = true;
+  if (threadIdx.x < RANKS) ok = await(p, RECEIVE_OUTPUTS, p.at_out_flags + 8 * threadIdx.x, epoch, threadIdx.x) != 0;
+  return !__syncthreads_or(!ok);
+}
+
+// Add rank r's partial sums, as they came, of own token t: TILE vectors from v on.
+__device__ __forceinline__ void add_slot(const Params& p, u32 r, u32 t, u32 v, float (*sum)[LANES_OF_VEC]) {
+  u64 row = heap(p) + p.at_slots + (r * p.max_tokens + t) * ROW_BYTES;
+  Vec a[TILE];
+#pragma unroll
+  for (int u = 0; u < TILE; ++u) a[u] = load_rows(row + 16ull * min(v + 32 * u, VECS - 1));
+#pragma unroll
+  for (int u = 0; u < TILE; ++u) add_plain(sum[u], a[u]);
+}
+
 // Add every rank's partial sum of each own token, in rank order. Every block waits for all of them.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_outputs(const __grid_constant__ Params p, const __grid_constant__ Gather g) {
-  u32 epoch = *(volatile u32*)&((State*)p.state)->outputs_epoch, lane = threadIdx.x % 32, workers = gridDim.x * WARPS;
-  if (!alive(p)) return;
-  bool ok = true;
-  if (threadIdx.x < RANKS) ok = await(p, RECEIVE_OUTPUTS, p.at_out_flags + 8 * threadIdx.x, epoch, threadIdx.x) != 0;
-  if (__syncthreads_or(!ok)) return;
-  u32 tokens = ((const u32*)p.tokens_R)[p.rank];
-  u64 slots = heap(p) + p.at_slots, next = p.max_tokens * ROW_BYTES;
+  if (!await_outputs(p)) return;
+  u32 tokens = ((const u32*)p.tokens_R)[p.rank], lane = threadIdx.x % 32, workers = gridDim.x * WARPS;
   for (u32 t = blockIdx.x * WARPS + threadIdx.x / 32; t < tokens; t += workers)
     for (u32 v = lane; v - lane < VECS; v += 32 * TILE) {
       float sum[TILE][LANES_OF_VEC] = {};
-      for (u32 r = 0; r < RANKS; ++r) {
-        Vec a[TILE];
-#pragma unroll
-        for (int u = 0; u < TILE; ++u)
-          a[u] = load_rows(slots + r * next + t * ROW_BYTES + 16ull * min(v + 32 * u, VECS - 1));
-#pragma unroll
-        for (int u = 0; u < TILE; ++u) add_plain(sum[u], a[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < TILE; ++u)
-        if (v + 32 * u < VECS) store_row(p.out + t * ROW_BYTES + 16ull * (v + 32 * u), rounded(sum[u]));
+      for (u32 r = 0; r < RANKS; ++r) add_slot(p, r, t, v, sum);
+      store_sums(p.out + t * ROW_BYTES, v, sum);
     }
 }

@@ -28,6 +28,40 @@ extern "C" __global__ void prepare_rows(const __grid_constant__ Params p, const 
   state->rows_epoch = epoch;
 }
 
+// The sums of the other ranks' tokens, into `partial`: what they wait for. Own tokens are added where they are needed.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sum_others(const __grid_constant__ Params p, const __grid_constant__ Gather g) {
+  if (!alive(p)) return;
+  u32 workers = gridDim.x * WARPS, room = (u32)p.room;
+  for (u32 item = blockIdx.x * WARPS + threadIdx.x / 32; item < (RANKS - 1) * room; item += workers) {
+    u32 other = item / room;
+    sum_token(p, g, other + (other >= p.rank), item % room, g.partial);
+  }
+}
+
+// Own tokens: this rank's sum, rounded as if it had travelled, and the others' as they came, in rank order.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sum_own(const __grid_constant__ Params p, const __grid_constant__ Gather g) {
+  if (!await_outputs(p)) return;
+  u32 tokens = ((const u32*)p.tokens_R)[p.rank], lane = threadIdx.x % 32, workers = gridDim.x * WARPS;
+  for (u32 t = blockIdx.x * WARPS + threadIdx.x / 32; t < tokens; t += workers) {
+    Pairs pairs = pairs_of(p, g, (u32)p.rank * (u32)p.max_tokens + t);
+    for (u32 v = lane; v - lane < VECS; v += 32 * TILE) {
+      float own[TILE][LANES_OF_VEC] = {}, sum[TILE][LANES_OF_VEC] = {};
+      add_pairs(p, pairs, v, own);
+      for (u32 r = 0; r < RANKS; ++r) {
+        if (r != p.rank) {
+          add_slot(p, r, t, v, sum);
+          continue;
+        }
+#pragma unroll
+        for (int u = 0; u < TILE; ++u) add_plain(sum[u], rounded(own[u]));
+      }
+      store_sums(p.out + t * ROW_BYTES, v, sum);
+    }
+  }
+}
+
 // One thread: the sums behind this kernel on its stream are complete.
 extern "C" __global__ void
     prepare_outputs(const __grid_constant__ Params p, const __grid_constant__ Gather g, u64 words) {
@@ -46,7 +80,5 @@ extern "C" __global__ void wait_rows(const __grid_constant__ Params p, const __g
 }
 
 extern "C" __global__ void wait_outputs(const __grid_constant__ Params p, const __grid_constant__ Gather g, u64 words) {
-  u32 epoch = ((State*)p.state)->outputs_epoch;
-  if (alive(p) && threadIdx.x < RANKS)
-    await(p, RECEIVE_OUTPUTS, p.at_out_flags + 8 * threadIdx.x, epoch, threadIdx.x);
+  await_outputs(p);
 }

@@ -51,7 +51,7 @@ def overlap_for(mode: str, model: LanguageModel, job: JobShape) -> Overlap:
         ConfigError: unknown mode, or overlap asked for on GPUs.
     """
     allowed = splits_of(mode, job.batches)
-    if job.device != "cpu" and mode in ("microbatch", "tile"):
+    if job.device != "cpu" and mode in ("microbatch", "tile", "shared"):
         raise ConfigError(f"--overlap {mode}: generation on GPUs runs its stages in turn; use --overlap off or auto")
     split, why = _without_costs(mode, allowed, job)
     if split is not None:

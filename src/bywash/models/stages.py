@@ -133,6 +133,18 @@ class DecoderLayer:
         shared = getattr(self._layer.mlp, "shared_experts", None)
         return None if shared is None else shared(self._layer.post_attention_layernorm(batch.hidden_BSD))
 
+    def shared_up(self, batch: MicroBatch) -> Tensor:
+        """[B, S, F]: the first half of the shared expert."""
+        shared = self._layer.mlp.shared_experts
+        normed = self._layer.post_attention_layernorm(batch.hidden_BSD)
+        gated: Tensor = shared.act_fn(shared.gate_proj(normed)) * shared.up_proj(normed)
+        return gated
+
+    def shared_down(self, batch: MicroBatch, inner_BSF: Tensor) -> Tensor:
+        """[B, S, D]: the second half."""
+        down: Tensor = self._layer.mlp.shared_experts.down_proj(inner_BSF)
+        return down
+
     def finish(self, batch: MicroBatch, routed_TD: Tensor, shared_BSD: Tensor | None) -> None:
         """Add what the experts gave to the residual stream."""
         moe = torch.zeros_like(batch.hidden_BSD)

@@ -19,6 +19,8 @@ _COLOURS = {
     Kind.DENSE: "#7aa6c2",
     Kind.ROUTE: "#c9b458",
     Kind.SHARED: "#5f8f6b",
+    Kind.SHARED_UP: "#5f8f6b",
+    Kind.SHARED_DOWN: "#5f8f6b",
     Kind.EXPERTS: "#8fbf7f",
     Kind.FINISH: "#bbbbbb",
     Kind.DISPATCH: "#d98b5f",

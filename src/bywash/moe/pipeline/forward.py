@@ -43,6 +43,12 @@ class LayerStages(Protocol):
     def shared_expert(self, batch: Any) -> Tensor | None:
         """What the expert that every token visits gives."""
 
+    def shared_up(self, batch: Any) -> Tensor:
+        """The first half of `shared_expert`: its gate and up products, multiplied."""
+
+    def shared_down(self, batch: Any, inner: Tensor) -> Tensor:
+        """The second half, from what the first one gave."""
+
     def finish(self, batch: Any, routed_TD: Tensor, shared: Tensor | None) -> None:
         """Add what the experts gave to the residual stream."""
 
@@ -108,6 +114,8 @@ class Forward:
             Kind.ROUTE: self._route,
             Kind.DISPATCH: self._dispatch,
             Kind.SHARED: self._shared,
+            Kind.SHARED_UP: self._shared_up,
+            Kind.SHARED_DOWN: self._shared_down,
             Kind.EXPERTS: self._compute,
             Kind.COMBINE: self._combine,
             Kind.FINISH: self._finish,
@@ -143,6 +151,13 @@ class Forward:
     def _shared(self, op: Op, lane: _Lane) -> None:
         lane.shared = [self._layers[op.layer].shared_expert(batch) for batch in lane.batches]
 
+    def _shared_up(self, op: Op, lane: _Lane) -> None:
+        lane.shared = [self._layers[op.layer].shared_up(batch) for batch in lane.batches]
+
+    def _shared_down(self, op: Op, lane: _Lane) -> None:
+        halves = zip(lane.batches, lane.shared, strict=True)
+        lane.shared = [self._layers[op.layer].shared_down(batch, _given(inner, op)) for batch, inner in halves]
+
     def _dispatch(self, op: Op, lane: _Lane) -> None:
         x_TD, routing = self._part(op, lane)
         layer, number = self._experts[op.layer], op.lane * self._chunks + op.chunk
@@ -165,9 +180,11 @@ class Forward:
         chunk.received = None  # its rows may be overwritten once combine begins
 
     def _combine(self, op: Op, lane: _Lane) -> None:
-        chunk = lane.chunks[op.chunk]
-        chunk.out_TD = self._experts[op.layer].exchange.combine(_given(chunk.handle, op), _given(chunk.y_MD, op))
-        chunk.handle = chunk.y_MD = None
+        chunk, number = lane.chunks[op.chunk], op.lane * self._chunks + op.chunk
+        outputs = [_given(chunk.y_MD, op)]
+        chunk.y_MD = None  # the layer frees them before it computes more
+        chunk.out_TD = self._experts[op.layer].combine(_given(chunk.handle, op), outputs.pop(), part=number)
+        chunk.handle = None
 
     def _finish(self, op: Op, lane: _Lane) -> None:
         outs = [_given(chunk.out_TD, op) for chunk in lane.chunks]

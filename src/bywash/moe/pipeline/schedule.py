@@ -26,13 +26,15 @@ class Stream(StrEnum):
 
 
 class Kind(StrEnum):
-    """The stages of a decoder layer."""
+    """The stages of a decoder layer. A shared expert is one stage, or two that cover one half of the exchange each."""
 
     ATTENTION = "attention"
     DENSE = "dense"
     ROUTE = "route"
     DISPATCH = "dispatch"
     SHARED = "shared expert"
+    SHARED_UP = "shared expert up"
+    SHARED_DOWN = "shared expert down"
     EXPERTS = "experts"
     COMBINE = "combine"
     FINISH = "finish"
@@ -42,10 +44,22 @@ class Kind(StrEnum):
         """Whether the stage is part of the exchange."""
         return self in (Kind.DISPATCH, Kind.COMBINE)
 
+    @property
+    def covers(self) -> bool:
+        """Whether the stage is mostly products, behind which communication counts as hidden."""
+        return self in (Kind.ATTENTION, Kind.DENSE, Kind.EXPERTS) or self.shared
+
+    @property
+    def shared(self) -> bool:
+        """Whether the stage is a shared expert or a part of one: it may run whenever the stream has nothing better."""
+        return self in (Kind.SHARED, Kind.SHARED_UP, Kind.SHARED_DOWN)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How a step is cut: `lanes` micro-batches, each of which exchanges its tokens in `chunks` parts.
+
+    An overlapped step in one piece hides dispatch and combine behind the two halves of a shared expert.
 
     Attributes:
         lanes, chunks: at least 1 each.
@@ -60,6 +74,11 @@ class Split:
         for name in ("lanes", "chunks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"split.{name} = {getattr(self, name)}: must be at least 1")
+
+    @property
+    def whole(self) -> bool:
+        """Whether an overlapped step is in one piece."""
+        return self.overlapped and self.lanes * self.chunks == 1
 
     def __str__(self) -> str:
         if not self.overlapped:

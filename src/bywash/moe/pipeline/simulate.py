@@ -69,12 +69,14 @@ class Usage:
         compute_ns: time during which a compute op ran.
         communication_ns: time during which dispatch or combine ran, waiting for other ranks included.
         exposed_ns: that part of it during which no compute op ran.
+        uncovered_ns: that part of it during which no stage of products (`Kind.covers`) ran.
     """
 
     step_ns: int = 0
     compute_ns: int = 0
     communication_ns: int = 0
     exposed_ns: int = 0
+    uncovered_ns: int = 0
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
@@ -82,6 +84,7 @@ class Usage:
             compute_ns=self.compute_ns + other.compute_ns,
             communication_ns=self.communication_ns + other.communication_ns,
             exposed_ns=self.exposed_ns + other.exposed_ns,
+            uncovered_ns=self.uncovered_ns + other.uncovered_ns,
         )
 
     @property
@@ -100,12 +103,14 @@ def usage(spans: Sequence[Span]) -> Usage:
     if not spans:
         return Usage()
     computing = _union([(s.start_ns, s.end_ns) for s in spans if not s.op.kind.communicates])
+    covering = _union([(s.start_ns, s.end_ns) for s in spans if s.op.kind.covers])
     communicating = _union([(s.start_ns, s.end_ns) for s in spans if s.op.kind.communicates])
     return Usage(
         step_ns=max(s.end_ns for s in spans) - min(s.start_ns for s in spans),
         compute_ns=_length(computing),
         communication_ns=_length(communicating),
         exposed_ns=_length(_union(computing + communicating)) - _length(computing),
+        uncovered_ns=_length(_union(covering + communicating)) - _length(covering),
     )
 
 

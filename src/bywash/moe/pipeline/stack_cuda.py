@@ -1,31 +1,32 @@
-"""A synthetic stack of MoE layers on a GPU: what each op of a schedule launches, for each way the exchange can go.
+"""A synthetic stack of decoder layers on a GPU: what each op of a schedule launches, for each way the exchange can go.
 
-A layer is router, experts, residual (and, if asked for, a dense product with residual in attention's place). Everything
-is real but the weights, which are random. A lane's chunks are *parts*: each has its tokens, its hidden states, its own
-exchange channel, and its own token count on the device, so that one captured graph replays with other inputs and
-counts.
+A layer is norm, attention with a KV cache, residual, norm, router, experts, shared expert, residual; attention and
+shared expert can be left out. Everything is real but the weights, which are random, and there is no rotary embedding. A
+lane holds whole sequences; its chunks are *parts*: each has its tokens, its own exchange channel, and its own token
+count on the device, so that one captured graph replays with other inputs and counts.
 
 Where each stage runs its halves:
 
 | op | `GatherForward` (copies) | `PeerForward` (kernels) |
 |---|---|---|
+| attention | attention; residual and norm into the rows that are sent | same |
 | route | router; ready the flags | router |
 | dispatch | copies | `dispatch_start` on `num_sms` |
-| experts | await rows and index; experts; add per token | await rows and index; experts |
+| shared expert | one expert over the lane's own rows; or its two products, as two ops | same |
+| experts | await rows and index; experts; add per token of other ranks | await rows and index; experts |
 | combine | copies | `combine_start` on `num_sms` |
-| finish | await sums and add; residual | `combine_finish`; residual |
+| finish | await sums, add them and own; residual and next norm | `combine_finish`; residual and next norm |
 
 So on the communication stream nothing waits for another rank, and with copies nothing runs on a multiprocessor.
-All of it is row-independent: a token's hidden state has the same bits whatever the split, the way, or its neighbours.
+All of it gives a token the same bits whatever the split, the way, or its neighbours (see `attention_cuda` for decode).
 
-Shapes: T tokens of a part, D hidden, F intermediate, G = 2F, E experts, L experts of this rank, K experts per token,
-M pairs computed here.
+Shapes: T tokens of a part, D hidden, E experts, L experts of this rank, K experts per token, M pairs computed here.
 Knows nothing of streams. `run_cuda` calls it; `benchmarks/pipeline/gpu_overlap.py` builds it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,95 +36,39 @@ from bywash.exchange.moves import GatherSteps
 from bywash.exchange.peer_device import PeerDevice
 from bywash.exchange.peer_layout import GENERATIONS
 from bywash.exchange.peer_tensors import DeviceReceived
+from bywash.kernels.add_norm import AddNorm
 from bywash.kernels.router import Router
-from bywash.moe.device_experts import DeviceExperts
+from bywash.moe.device_experts import DeviceExperts, open_device_experts
 from bywash.moe.device_layer import pairs_capacity
-from bywash.moe.pipeline.schedule import Kind, LayerForm, Op, Split
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackSizes:
-    """What the stack is made of.
-
-    Attributes:
-        layers, experts, top_k, hidden, inner: of the model.
-        tokens: the most of one rank.
-        attention: whether a D x D product stands in attention's place. It is not row-independent: cuBLAS picks its
-            tiles by the number of rows.
-    """
-
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    inner: int
-    tokens: int
-    attention: bool = False
-
-    @property
-    def form(self) -> LayerForm:
-        """Of every layer."""
-        return LayerForm(attention=self.attention)
-
-    def parts(self, split: Split) -> list[slice]:
-        """Tokens of each part, lane by lane. Example: 7 tokens in 3 lanes are 2, 2, 3."""
-        lanes = _cut(0, self.tokens, split.lanes)
-        return [part for lane in lanes for part in _cut(lane.start, lane.stop, split.chunks)]
-
-
-def _cut(start: int, stop: int, count: int) -> list[slice]:
-    size = stop - start
-    return [slice(start + size * i // count, start + size * (i + 1) // count) for i in range(count)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackWeights:
-    """One rank's weights, bfloat16: gate and up [L, G, D], down [L, D, F], router [E, D], dense [D, D] by layer."""
-
-    gate_up: Sequence[Tensor]
-    down: Sequence[Tensor]
-    router: Sequence[Tensor]
-    dense: Sequence[Tensor]
-
-
-_DOWN_SCALE, _DENSE_SCALE = 0.35, 0.25
-
-
-def random_weights(sizes: StackSizes, local_experts: int, rank: int, seed: int = 0) -> StackWeights:
-    """Random weights; the router's and the dense ones are equal on all ranks.
-
-    The stack has no norms and SwiGLU squares its input, so states that grow a little soon overflow: `down` is scaled
-    so that a layer adds about 8 % of a state's norm, which 16 layers raise by 6 %. Much less would drown in the
-    rounding of the residual.
-    """
-
-    def draw(shape: tuple[int, ...], fan_in: int, own_seed: int, scale: float = 1.0) -> Tensor:
-        generator = torch.Generator(device="cuda").manual_seed(own_seed)
-        empty = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        return empty.normal_(0, scale * fan_in**-0.5, generator=generator)
-
-    d, f, layers = sizes.hidden, sizes.inner, range(sizes.layers)
-    base = 1_000_003 * seed
-    return StackWeights(
-        gate_up=[draw((local_experts, 2 * f, d), d, base + 101 * i + 10 * rank + 1) for i in layers],
-        down=[draw((local_experts, d, f), f, base + 101 * i + 10 * rank + 2, _DOWN_SCALE) for i in layers],
-        router=[draw((sizes.experts, d), d, base + 101 * i + 99) for i in layers],
-        dense=[draw((d, d), d, base + 101 * i + 98, _DENSE_SCALE) for i in layers if sizes.attention],
-    )
+from bywash.moe.pipeline.attention_cuda import Attention
+from bywash.moe.pipeline.schedule import Kind, Op, Split
+from bywash.moe.pipeline.stack_sizes import StackSizes, StackWeights
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Part:
-    """One chunk of one lane. Rows past `count` are padding; `tokens` holds the real number on the device."""
+    """One chunk of one lane. Rows past `count` are padding; `tokens` holds the real number on the device.
+
+    Attributes:
+        number: among all parts.
+        span: its tokens.
+        x_TD: hidden states, [count, D], a part of the lane's.
+        rows_TD: their norms, which router, experts and shared expert read, with room for the largest part.
+        ids_TK, weights_TK, out_TD, shared_TD: routing, what the experts and the shared one make of the rows.
+        tokens: int32 [1].
+        y_MD: the experts' outputs.
+    """
 
     number: int
     span: slice
-    hidden_TD: Tensor
+    x_TD: Tensor
+    rows_TD: Tensor
     ids_TK: Tensor
     weights_TK: Tensor
     out_TD: Tensor
     tokens: Tensor
     y_MD: Tensor
+    shared_TD: Tensor | None = None
     received: DeviceReceived | None = None
 
     @property
@@ -135,6 +80,20 @@ class _Part:
     def generation(self) -> int:
         """Its channel of the exchange `number // GENERATIONS`."""
         return self.number % GENERATIONS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Lane:
+    """One micro-batch: hidden states [tokens, D], their norms for attention likewise, and attention with its cache."""
+
+    span: slice
+    x_TD: Tensor
+    h_TD: Tensor | None = None
+    attention: Attention | None = None
+
+    def of(self, tensor_TD: Tensor, part: _Part) -> Tensor:
+        """The part's rows of a tensor that has the lane's."""
+        return tensor_TD[part.span.start - self.span.start : part.span.stop - self.span.start]
 
 
 class CudaForward:
@@ -150,24 +109,86 @@ class CudaForward:
             weights: of this rank.
             experts: of each layer, with room for `pairs_capacity` of a part.
             local: L.
+
+        Raises:
+            ConfigError: lanes that cannot hold whole sequences.
         """
-        self.sizes, self.split, self.local = sizes, split, local
-        self._weights, self._experts = weights, experts
+        self.sizes, self.split, self.local, self.weights = sizes, split, local, weights
+        self._experts = experts
         self._route = Router(sizes.experts, sizes.top_k, sizes.hidden)
+        self._add_norm = AddNorm(sizes.hidden)
         with torch.inference_mode(False):
             self.input_TD = torch.zeros(sizes.tokens, sizes.hidden, dtype=torch.bfloat16, device="cuda")
             self.output_TD = torch.zeros_like(self.input_TD)
+        self.lanes, self._mixed_TD = self._open_lanes()
+        self._shared, self._all_T = self._open_shared()
         self.parts: list[_Part] = []
 
+    def _open_lanes(self) -> tuple[list[_Lane], Tensor | None]:
+        """Lanes, and a buffer for attention's output that they share, since they compute in turn."""
+        sizes, spans, heads = self.sizes, self.sizes.lanes(self.split), self.sizes.attention
+        counts = [span.stop - span.start for span in spans]
+
+        def zeros(rows: int, columns: int) -> Tensor:
+            return torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+
+        with torch.inference_mode(False):
+            states = [zeros(count, sizes.hidden) for count in counts]
+            if heads is None:
+                return [_Lane(span=span, x_TD=x_TD) for span, x_TD in zip(spans, states, strict=True)], None
+            scratch_q, weights = zeros(max(counts), heads.q_size), self.weights.attention
+            lanes = [
+                _Lane(
+                    span=span,
+                    x_TD=x_TD,
+                    h_TD=torch.zeros_like(x_TD),
+                    attention=Attention(heads, weights, x_TD.shape[0], scratch_q=scratch_q),
+                )
+                for span, x_TD in zip(spans, states, strict=True)
+            ]
+            return lanes, zeros(max(counts), sizes.hidden)
+
+    def _open_shared(self) -> tuple[list["_StagedExperts"], Tensor | None]:
+        """The shared expert of every layer, as one expert to which every row goes, and the index that says so."""
+        if not self.sizes.shared_inner:
+            return [], None
+        room = part_tokens(self.sizes, self.split)
+        pairs = zip(self.weights.shared_gate_up, self.weights.shared_down, strict=True)
+        with torch.inference_mode(False):
+            all_T = torch.arange(room, dtype=torch.int32, device="cuda")
+        opened = [open_device_experts(*pair, pairs=room, backend=row_independent_backend()) for pair in pairs]
+        return [cast(_StagedExperts, one) for one in opened], all_T  # both backends are
+
+    def _add_part(
+        self, number: int, rows_TD: Tensor, out_TD: Tensor, y_MD: Tensor, ids: Tensor, weights: Tensor
+    ) -> None:
+        """Hold what the way has made of a part, and whatever all ways need."""
+        span, lane = self.sizes.parts(self.split)[number], self.lanes[number // self.split.chunks]
+        part = _Part(
+            number=number,
+            span=span,
+            x_TD=lane.x_TD[span.start - lane.span.start : span.stop - lane.span.start],
+            rows_TD=rows_TD,
+            ids_TK=ids,
+            weights_TK=weights,
+            out_TD=out_TD,
+            tokens=torch.full((1,), span.stop - span.start, dtype=torch.int32, device="cuda"),
+            y_MD=y_MD,
+            shared_TD=torch.zeros_like(rows_TD) if self.sizes.shared_inner else None,
+        )
+        self.parts.append(part)
+
     def begin(self) -> None:
-        """Launch the copy of `input_TD` into the parts. Before the schedule, on the stream it starts from."""
+        """Launch the copy of `input_TD` into the lanes and the first norm. Before the schedule, on its first stream."""
+        for lane in self.lanes:
+            lane.x_TD.copy_(self.input_TD[lane.span])
         for part in self.parts:
-            part.hidden_TD[: part.count].copy_(self.input_TD[part.span])
+            self._norm_for(0, part)
 
     def end(self) -> None:
-        """Launch the copy of the parts into `output_TD`. After the schedule, on the stream that it joins."""
-        for part in self.parts:
-            self.output_TD[part.span].copy_(part.hidden_TD[: part.count])
+        """Launch the copy of the lanes into `output_TD`. After the schedule, on the stream that it joins."""
+        for lane in self.lanes:
+            self.output_TD[lane.span].copy_(lane.x_TD)
 
     def set_counts(self, tokens: int) -> None:
         """Let only the first `tokens` of the input be real; parts past them have none, but take part."""
@@ -176,8 +197,10 @@ class CudaForward:
 
     def __call__(self, op: Op) -> None:
         """Launch the op on torch's current stream."""
-        parts = [self._part(op)] if op.kind in _OF_CHUNK else self._lane(op)
-        for part in parts:
+        if op.kind == Kind.ATTENTION:
+            self.attention(op, self.lanes[op.lane])
+            return
+        for part in [self._part(op)] if op.kind in _OF_CHUNK else self._lane(op):
             getattr(self, _METHOD[op.kind])(op, part)
 
     def _part(self, op: Op) -> _Part:
@@ -186,28 +209,70 @@ class CudaForward:
     def _lane(self, op: Op) -> list[_Part]:
         return self.parts[op.lane * self.split.chunks : (op.lane + 1) * self.split.chunks]
 
-    def attention(self, op: Op, part: _Part) -> None:
-        """A dense product and residual."""
-        part.hidden_TD.add_(part.hidden_TD @ self._weights.dense[op.layer].T)
+    def attention(self, op: Op, lane: _Lane) -> None:
+        """Attention of the lane; residual and the norm before the experts."""
+        assert lane.attention is not None
+        assert lane.h_TD is not None
+        assert self._mixed_TD is not None
+        mixed_TD = self._mixed_TD[: lane.x_TD.shape[0]]
+        lane.attention(op.layer, lane.h_TD, mixed_TD)
+        for part in self._lane(op):
+            weight_D, rows_TD = self.weights.norm[op.layer], part.rows_TD[: part.count]
+            self._add_norm(part.x_TD, lane.of(mixed_TD, part), weight_D=weight_D, h_TD=rows_TD)
 
     def route(self, op: Op, part: _Part) -> None:
         """Router."""
-        self._route(part.hidden_TD, self._weights.router[op.layer], part.ids_TK, part.weights_TK)
+        self._route(part.rows_TD, self.weights.router[op.layer], part.ids_TK, part.weights_TK)
+
+    def shared(self, op: Op, part: _Part) -> None:
+        """The shared expert or one of its products, over the rows that are real."""
+        assert self._all_T is not None
+        assert part.shared_TD is not None
+        first, last = _SHARED_STAGES[op.kind]
+        expert = self._shared[op.layer]
+        expert.run(part.rows_TD, self._all_T, part.tokens, part.shared_TD, first=first, last=last)
 
     def _compute(self, op: Op, part: _Part, received: DeviceReceived) -> None:
         pairs = part.y_MD.shape[0]
         self._experts[op.layer](received.rows_PD, received.index_M[:pairs], received.ends_L[: self.local], part.y_MD)
 
+    def _norm_for(self, layer: int, part: _Part, *added_TD: Tensor | None) -> None:
+        """Add to the hidden states, and make the norm that `layer` begins with; after the last one, none."""
+        weights, lane = self.weights, self.lanes[part.number // self.split.chunks]
+        norm: dict[str, Tensor] = {}
+        if layer < self.sizes.layers and lane.h_TD is None:
+            norm = {"weight_D": weights.norm[layer], "h_TD": part.rows_TD[: part.count]}
+        elif layer < self.sizes.layers and lane.h_TD is not None:
+            norm = {"weight_D": weights.attention_norm[layer], "h_TD": lane.of(lane.h_TD, part)}
+        added = [None if one is None else one[: part.count] for one in added_TD]
+        self._add_norm(part.x_TD, *added, tokens=part.tokens, **norm)
+
 
 _OF_CHUNK = (Kind.DISPATCH, Kind.EXPERTS, Kind.COMBINE)
 _METHOD = {
-    Kind.ATTENTION: "attention",
     Kind.ROUTE: "route",
     Kind.DISPATCH: "dispatch",
+    Kind.SHARED: "shared",
+    Kind.SHARED_UP: "shared",
+    Kind.SHARED_DOWN: "shared",
     Kind.EXPERTS: "compute",
     Kind.COMBINE: "combine",
     Kind.FINISH: "finish",
 }
+_SHARED_STAGES = {Kind.SHARED: (0, 1), Kind.SHARED_UP: (0, 0), Kind.SHARED_DOWN: (1, 1)}
+"""First and last of the two products."""
+
+
+class _StagedExperts(Protocol):
+    """Device experts whose products can be launched apart."""
+
+    def run(self, rows_PD: Tensor, index_M: Tensor, ends_L: Tensor, out_MD: Tensor, *, first: int, last: int) -> Tensor:
+        """See `HopperExperts.run`."""
+
+
+def row_independent_backend() -> Literal["hopper", "triton"]:
+    """The experts' backend on this device that gives a row the same bits whatever rows stand beside it."""
+    return "hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton"
 
 
 def devices_needed(split: Split) -> int:
@@ -235,23 +300,12 @@ class GatherForward(CudaForward):
         """As `CudaForward`; `devices` are `devices_needed`, opened for `part_tokens`."""
         super().__init__(sizes, split, weights, experts, local)
         self._devices = _checked(devices, sizes, split)
-        layout = devices[0].layout
+        pairs = pairs_capacity(devices[0].layout, local)
         with torch.inference_mode(False):
-            # Outputs are read on the compute stream alone, which runs one part after the other: they share one buffer.
-            y_MD = torch.zeros(pairs_capacity(layout, local), sizes.hidden, dtype=torch.bfloat16, device="cuda")
-            for number, span in enumerate(sizes.parts(split)):
-                x_TD, ids_TK, weights_TK = devices[number // GENERATIONS].inputs(number % GENERATIONS)
-                part = _Part(
-                    number=number,
-                    span=span,
-                    hidden_TD=x_TD,
-                    ids_TK=ids_TK,
-                    weights_TK=weights_TK,
-                    out_TD=torch.zeros_like(x_TD),
-                    tokens=torch.full((1,), span.stop - span.start, dtype=torch.int32, device="cuda"),
-                    y_MD=y_MD,
-                )
-                self.parts.append(part)
+            for number in range(split.lanes * split.chunks):
+                rows_TD, ids_TK, weights_TK = devices[number // GENERATIONS].inputs(number % GENERATIONS)
+                y_MD = torch.zeros(pairs, sizes.hidden, dtype=torch.bfloat16, device="cuda")
+                self._add_part(number, rows_TD, torch.zeros_like(rows_TD), y_MD, ids_TK, weights_TK)
 
     def _device(self, part: _Part) -> GatherSteps:
         return self._devices[part.number // GENERATIONS]
@@ -266,7 +320,7 @@ class GatherForward(CudaForward):
         self._device(part).move_rows(part.generation)
 
     def compute(self, op: Op, part: _Part) -> None:
-        """Await rows, index, experts, sums."""
+        """Await rows, index, experts, sums for others."""
         device = self._device(part)
         self._compute(op, part, device.receive(part.generation))
         device.add(part.y_MD, part.generation)
@@ -276,29 +330,9 @@ class GatherForward(CudaForward):
         self._device(part).move_sums(part.generation)
 
     def finish(self, op: Op, part: _Part) -> None:
-        """Await sums, add, residual."""
+        """Await sums, add, residual and norm."""
         self._device(part).finish(part.out_TD, part.generation)
-        part.hidden_TD.add_(part.out_TD)
-
-
-class MovementOnly(GatherForward):
-    """The same steps without router, experts and sums: what the wire takes alone."""
-
-    def attention(self, op: Op, part: _Part) -> None:
-        """Nothing."""
-
-    def route(self, op: Op, part: _Part) -> None:
-        """Flags ready to go."""
-        self._device(part).prepare(part.tokens, part.generation)
-
-    def compute(self, op: Op, part: _Part) -> None:
-        """Await rows; flags of the sums ready to go."""
-        for name in ("wait_rows", "prepare_outputs"):
-            self._device(part).wait_only(name, part.generation)
-
-    def finish(self, op: Op, part: _Part) -> None:
-        """Await sums."""
-        self._device(part).wait_only("wait_outputs", part.generation)
+        self._norm_for(op.layer + 1, part, part.out_TD, part.shared_TD)
 
 
 class PeerForward(CudaForward):
@@ -320,19 +354,12 @@ class PeerForward(CudaForward):
         self._devices, self._counts_first = _checked(devices, sizes, split), counts_first
         room, pairs = devices[0].layout.tokens, pairs_capacity(devices[0].layout, local)
         with torch.inference_mode(False):
-            for number, span in enumerate(sizes.parts(split)):
-                hidden_TD = torch.zeros(room, sizes.hidden, dtype=torch.bfloat16, device="cuda")
-                part = _Part(
-                    number=number,
-                    span=span,
-                    hidden_TD=hidden_TD,
-                    ids_TK=torch.zeros(room, sizes.top_k, dtype=torch.int64, device="cuda"),
-                    weights_TK=torch.zeros(room, sizes.top_k, dtype=torch.float32, device="cuda"),
-                    out_TD=hidden_TD,
-                    tokens=torch.full((1,), span.stop - span.start, dtype=torch.int32, device="cuda"),
-                    y_MD=torch.zeros(pairs, sizes.hidden, dtype=torch.bfloat16, device="cuda"),
-                )
-                self.parts.append(part)
+            for number in range(split.lanes * split.chunks):
+                rows_TD = torch.zeros(room, sizes.hidden, dtype=torch.bfloat16, device="cuda")
+                ids_TK = torch.zeros(room, sizes.top_k, dtype=torch.int64, device="cuda")
+                weights_TK = torch.zeros(room, sizes.top_k, dtype=torch.float32, device="cuda")
+                y_MD = torch.zeros(pairs, sizes.hidden, dtype=torch.bfloat16, device="cuda")
+                self._add_part(number, rows_TD, rows_TD, y_MD, ids_TK, weights_TK)
 
     def _device(self, part: _Part) -> PeerDevice:
         return self._devices[part.number // GENERATIONS]
@@ -342,7 +369,7 @@ class PeerForward(CudaForward):
         device = self._device(part)
         call = device.dispatch_start if self.split.overlapped else device.dispatch
         part.received = call(
-            part.hidden_TD,
+            part.rows_TD,
             part.ids_TK,
             part.weights_TK,
             tokens=part.tokens,
@@ -363,10 +390,10 @@ class PeerForward(CudaForward):
         part.out_TD = call(part.y_MD, generation=part.generation)
 
     def finish(self, op: Op, part: _Part) -> None:
-        """Await sums, residual."""
+        """Await sums, residual and norm."""
         if self.split.overlapped:
             self._device(part).combine_finish(part.generation)
-        part.hidden_TD.add_(part.out_TD)
+        self._norm_for(op.layer + 1, part, part.out_TD, part.shared_TD)
 
 
 Device = TypeVar("Device", GatherSteps, PeerDevice)
