@@ -14,7 +14,7 @@ LAYOUT = PeerLayout(ranks=2, experts=8, top_k=2, tokens=10, hidden=5, dtype=torc
 
 
 def enum_in_source(name):
-    (body,) = re.findall(rf"enum {name} {{ (.*?) }};", SOURCE)
+    (body,) = re.findall(rf"enum {name} {{\s(.*?)\s}};", SOURCE, re.DOTALL)
     return {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", body)}
 
 

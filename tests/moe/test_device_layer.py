@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,9 +98,12 @@ def test_a_model_over_peer_agrees_with_transformers_on_the_same_gpu(pools, model
     from bywash.models.job import JobOptions
     from bywash.models.presets import model_directory
 
+    # In 16 bits a rounding can flip a router's choice, and what is judged is a mean over tokens: take many.
+    generator = np.random.default_rng(3)
+    prompts = tuple(tuple(generator.integers(5, 99, length).tolist()) for length in (30, 3, 41, 22, 17, 36, 28, 9))
     options = JobOptions(
         directory=str(model_directory(model)),
-        prompts=((5, 6, 7, 8, 9), (30, 31, 32), (77, 70, 71, 72)),
+        prompts=prompts,
         new_tokens=6,
         micro_batch=2,
         exchange="auto",

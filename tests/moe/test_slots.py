@@ -117,6 +117,69 @@ def test_rows_do_leave_home_and_weights_do_travel(pools, exchange, combine, reus
             torch.testing.assert_close(with_slots, without, rtol=2e-5, atol=2e-5)
 
 
+def bounded_on_rank(group, case, kind, most_pairs):
+    """Outputs with and without a bound on pairs; the pairs of each wave; how many waves the counts call for."""
+    placement = Placement.equal(case.experts, group.ranks)
+    mine = placement.experts_of(group.rank)
+    experts = random_experts(case.experts, case.hidden, case.inner, case.dtype, case.seed, mine)
+    exchange, sizes = open_exchange(kind, group, combine_mode=case.combine), []
+
+    class Recorded(ExpertParallel):
+        def compute(self, received):
+            y_MD = super().compute(received)
+            sizes.append(y_MD.shape[0])
+            return y_MD
+
+    x_TD, routing = random_batch(case, group.rank)
+    outputs = []
+    for most in (most_pairs, 10**6):
+        pool = SlotPool(
+            exchange, Limits(), slots=1, experts=case.experts, most_pairs=most, ahead_pairs=case.top_k * 200
+        )
+        layer = Recorded(exchange=exchange, placement=placement, experts=experts, pool=pool)
+        outputs.append([layer(x_TD, routing, reuse_plan=reuse) for reuse in (False, True)])
+    group.meet("the end")
+    exchange.close()
+    return outputs, sizes
+
+
+@pytest.mark.parametrize("exchange", ["gloo", "shm"])
+@pytest.mark.parametrize("combine", ["exact", "stable"])
+def test_outputs_are_bounded_whatever_the_routing(pools, exchange, combine):
+    case = Case(
+        hidden=32,
+        inner=16,
+        experts=6,
+        top_k=3,
+        tokens=(60, 0, 40),
+        dtype=torch.float32,
+        combine=combine,
+        seed=9,
+        skew=50.0,
+    )
+    most_pairs = 30
+    results = pools(3).run(bounded_on_rank, case, exchange, most_pairs)
+    waves = len(results[0][1]) - 2
+    assert waves > 2 * 4
+    assert (
+        max(max(sizes[:waves]) for _, sizes in results) <= most_pairs < max(max(sizes[waves:]) for _, sizes in results)
+    )
+    for (bounded, plain), sizes in results:
+        assert len(sizes) == waves + 2
+        for ours, expected in zip(bounded, plain, strict=True):
+            assert torch.equal(ours, expected)
+
+
+def test_a_bound_below_one_token_of_each_rank_is_refused():
+    exchange = LocalExchange()
+    pool = SlotPool(exchange, Limits(), slots=0, experts=4, most_pairs=1)
+    case = Case(hidden=8, inner=4, experts=4, top_k=2, tokens=(9,), dtype=torch.float32, combine="exact", seed=1)
+    experts = random_experts(4, 8, 4, torch.float32, seed=0)
+    layer = ExpertParallel(exchange=exchange, placement=Placement.equal(4, 1), experts=experts, pool=pool)
+    with pytest.raises(ConfigError, match="room for 1 pairs; one token of each rank may bring 2"):
+        layer(*random_batch(case, 0))
+
+
 class Waves(GatedExperts):
     """Counts calls, and the rows of the largest."""
 

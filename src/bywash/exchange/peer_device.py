@@ -248,8 +248,7 @@ class PeerDevice:
     def own_slots(self, generation: int) -> Tensor:
         """This rank's output slots [T, K or R, padded D]. For tests: nobody writes them before the next dispatch."""
         layout = self.layout
-        per_token = layout.top_k if layout.exact else layout.ranks
-        shape = (layout.tokens, per_token, layout.padded)
+        shape = (layout.tokens, layout.slots_of_token, layout.padded)
         return self._heaps[self.rank].tensor(layout.offsets(generation)["at_slots"], shape, layout.dtype)
 
     def close(self) -> None:

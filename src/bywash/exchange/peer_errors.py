@@ -5,7 +5,7 @@ The device only knows codes and masks of ranks; this file has the words. `peer_d
 
 from enum import IntEnum
 
-from bywash.errors import BywashError, ConfigError, PlanMismatchError, RankLostError
+from bywash.errors import BywashError, ConfigError, ExchangeError, PlanMismatchError, RankLostError
 from bywash.kernels.router import NOT_FINITE
 from bywash.memory.rendezvous import Members
 
@@ -22,6 +22,7 @@ class Code(IntEnum):
     BAD_EXPERT = 4
     TOLD = 5
     OVER_CAPACITY = 6
+    DAMAGED = 7
 
 
 _MISTAKES = {
@@ -50,6 +51,8 @@ def read_failure(words: list[int], members: Members) -> BywashError | None:
         return RankLostError(f"rank {named} did not arrive before the deadline; {told}", ranks)
     if theirs == Code.MISMATCH:
         return PlanMismatchError(f"rank {named} planned this step differently; no row was read; {told}", ranks)
+    if theirs == Code.DAMAGED:
+        return ExchangeError(f"weights of rank {named} arrived damaged in a slot; {told}", ranks)
     return ConfigError(f"exchange peer: rank {named} {_MISTAKES[Code(theirs)]}; {told}")
 
 
@@ -75,6 +78,13 @@ def _own(code: int, ranks: list[int], detail: int, during: str, members: Members
             f"exchange peer: rank {members.rank} has {rows} rows for expert {expert}, "
             "more than the capacity of its batch; none was dropped and no output was sent. Give `batch` more capacity, "
             "or use the index by expert"
+        )
+    if code == Code.DAMAGED:
+        key, slot = detail >> 32 & 0xFFFFFFFF, detail & 0xFFFFFFFF
+        return ExchangeError(
+            f"weights arrived damaged in slot {slot} of rank {members.rank}, from rank {ranks[0]} (key {key} in the "
+            "directory: layer x experts + expert); no output was sent",
+            ranks,
         )
     return bad_expert("exchange peer", members.rank, detail)
 

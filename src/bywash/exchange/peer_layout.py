@@ -27,7 +27,7 @@ GROUP_COLUMNS = 128
 MAX_PAIRS = 1 << 20
 """Pairs of one source: a pair's position among those of its expert has 20 bits in the message."""
 FAILURE_WORDS, DEADLINE_WORD = 5, 4
-STATE_WORDS, DIGEST_WORD = 5, 2
+STATE_WORDS, DIGEST_WORD = 7, 2
 """Of the kernels' records `Failure` and `State`, and where in them Python writes."""
 _ALIGN = 256
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -49,6 +49,10 @@ class PeerLayout:
         exact: whether every pair's output travels back (K slots per token) or one row per rank (R slots).
         fp8: whether dispatch sends e4m3 rows with a float32 scale for each 128 columns, and which scales; see
             `fp8_rows.quantise_rows`. Outputs travel in `dtype` all the same.
+        real_experts: 0, or for an elastic layer the experts that the router names; E then are R x (own + guests)
+            groups.
+        guests: slots of each rank for foreign experts' weights.
+        mixed: whether tokens of which some pair is computed away from home travel back unsummed (elastic `stable`).
     """
 
     ranks: int
@@ -59,12 +63,18 @@ class PeerLayout:
     dtype: torch.dtype
     exact: bool
     fp8: Fp8 = "off"
+    real_experts: int = 0
+    guests: int = 0
+    mixed: bool = False
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.tokens * self.top_k > MAX_PAIRS:
+        most = MAX_PAIRS // 2 if self.mixed else MAX_PAIRS
+        if self.tokens < 1 or self.tokens * self.top_k > most:
             raise ConfigError(
-                f"exchange peer: {self.tokens} tokens x top-{self.top_k}; a rank may bring 1 to {MAX_PAIRS} pairs"
+                f"exchange peer: {self.tokens} tokens x top-{self.top_k}; a rank may bring 1 to {most} pairs"
             )
+        if self.real_experts and self.experts % self.ranks:
+            raise ConfigError(f"exchange peer: {self.experts} groups on {self.ranks} ranks; as many on each are needed")
         if self.hidden < 1:
             raise ConfigError(f"exchange peer: hidden size {self.hidden}")
         if self.dtype not in _DTYPES:
@@ -88,6 +98,9 @@ class PeerLayout:
             dtype=_DTYPES[self.dtype],
             exact=self.exact,
             fp8=_SCALINGS.index(self.fp8),
+            real_experts=self.real_experts,
+            guests=self.guests,
+            mixed=self.mixed,
             **build,
         )
 
@@ -149,6 +162,13 @@ class PeerLayout:
         return min(available, MAX_BLOCKS, max(_FEWEST_SMS, -(-rounds // 8) * 8))
 
     @property
+    def slots_of_token(self) -> int:
+        """Rows that a source has room for, for the outputs of one of its tokens."""
+        if self.exact:
+            return self.top_k
+        return max(self.top_k, self.ranks) if self.mixed else self.ranks
+
+    @property
     def places(self) -> int:
         """P, rows that can arrive: a region of T for each source."""
         return self.ranks * self.tokens
@@ -174,7 +194,7 @@ class PeerLayout:
         sizes, row_bytes = self._sizes(), self.vecs * VEC_BYTES
         sent = f"{self.sent_bytes} B row + {self.scale_bytes} B scales" if self.groups else f"{row_bytes} B row"
         arriving = sizes["at_rows"] + sizes["at_scales"] + sizes["at_pairs"]
-        slots = f"{self.top_k} pairs" if self.exact else f"{self.ranks} ranks"
+        slots = f"{self.slots_of_token} {'pairs' if self.exact else 'pairs or ranks' if self.mixed else 'ranks'}"
         return (
             f"{GENERATIONS} generations x ({self.ranks} sources x {self.tokens} tokens x ({sent} + "
             f"{PAIR_BYTES * self.top_k} B index and weights) = {arriving:,} B, + "
@@ -191,6 +211,7 @@ class PeerLayout:
             "at_pairs": PAIR_BYTES * self.places * self.top_k,
             "at_rows": self.sent_bytes * self.places,
             "at_scales": self.scale_bytes * self.places,
-            "at_slots": row_bytes * self.tokens * (self.top_k if self.exact else self.ranks),
+            "at_slots": row_bytes * self.tokens * self.slots_of_token,
+            "at_real_cells": 8 * self.ranks * self.real_experts,
         }
         return {name: _ALIGN * -(-size // _ALIGN) for name, size in sizes.items()}

@@ -2,8 +2,9 @@
 //
 // Knows nothing of processes: a peer is an address. `compile.py` puts this file in front of each kernel file and
 // defines the static shape: RANKS, EXPERTS, TOP_K, VECS (16-byte vectors of a row), DTYPE (0 float32, 1 bfloat16,
-// 2 float16), FP8 (how rows are sent: 0 as they are, 1 or 2 as e4m3 with scales, see peer_push.cu) and EXACT. No token
-// count is static. No headers are included, so NVRTC needs no CUDA toolkit.
+// 2 float16), FP8 (how rows are sent: 0 as they are, 1 or 2 as e4m3 with scales, see peer_push.cu) and EXACT. With
+// REAL_EXPERTS, GUESTS and MIXED above 0 the layer is elastic: see peer_assign.cu. No token count is static. No headers
+// are included, so NVRTC needs no CUDA toolkit.
 //
 // Names: T tokens of this rank, P = RANKS * max_tokens places for received rows (place = source * max_tokens + token),
 // M pairs (row, expert) computed here, sorted by expert, then source, then token.
@@ -26,6 +27,11 @@ typedef long long i64;
 #define SENT_VECS VECS
 #endif
 #define SENT_BYTES (SENT_VECS * 16ull)
+#if EXACT || MIXED && TOP_K > RANKS
+#define SLOTS_OF_TOKEN TOP_K  // rows that a source has room for, for the outputs of one token
+#else
+#define SLOTS_OF_TOKEN RANKS
+#endif
 #define SCALE_BYTES ((GROUPS + 3) / 4 * 16ull)  // of a row
 #ifndef FAULT
 #define FAULT 0  // tests only: leave out 1 the release of flags, 2 the wait for outputs, 3 the wait for rows
@@ -60,6 +66,11 @@ struct Params {
   u64 capacity;      // number: rows of each expert's batch
   u64 index_LC;      // int32 [this rank's experts, capacity], out: place of the row, -1 past the expert's last
   u64 counts_L;      // int32 [this rank's experts], out
+  u64 real_ids;      // int64 [T, TOP_K], as the router gave them; `ids` then are virtual (elastic, as all that follow)
+  u64 open_T;        // u32 [T], whether some pair of the token is computed away from home
+  u64 home_TK;       // int32 [T, TOP_K], the home of each pair's expert, -1 for none
+  u64 elastic;       // Elastic, one per layer
+  u64 wave;          // number: which part of the step this is
   u64 at_abort;      // offsets in every rank's heap from here on: u64 [RANKS], {code | ranks at fault}
   u64 at_cells;      // u64 [RANKS, EXPERTS], {epoch | count}
   u64 at_headers;    // u64 [RANKS], {epoch | tokens}
@@ -68,11 +79,21 @@ struct Params {
   u64 at_pairs;      // u64 [P, TOP_K], {weight | expert:12 | position:20}
   u64 at_rows;       // rows [P, SENT_VECS]
   u64 at_scales;     // float [P, SCALE_BYTES / 4], one for each group of 128 columns, if FP8
-  u64 at_slots;      // rows [max_tokens, EXACT ? TOP_K : RANKS, VECS], owned by the source of the token
+  u64 at_slots;      // rows [max_tokens, SLOTS_OF_TOKEN, VECS], owned by the source of the token
+  u64 at_real_cells; // u64 [RANKS, REAL_EXPERTS], {epoch | count} of experts as the router names them
   u64 peer[RANKS];   // every rank's heap as mapped here
 };
 
-enum Code { NONE = 0, LATE = 1, MISMATCH = 2, TOO_MANY_TOKENS = 3, BAD_EXPERT = 4, TOLD = 5, OVER_CAPACITY = 6 };
+enum Code {
+  NONE = 0,
+  LATE = 1,
+  MISMATCH = 2,
+  TOO_MANY_TOKENS = 3,
+  BAD_EXPERT = 4,
+  TOLD = 5,
+  OVER_CAPACITY = 6,
+  DAMAGED = 7
+};
 enum Phase { SEND_ROWS = 0, RECEIVE_ROWS = 1, SEND_OUTPUTS = 2, RECEIVE_OUTPUTS = 3 };
 
 struct Failure {
@@ -90,6 +111,8 @@ struct State {
   u32 digest;               // of the plan that the next rows are sent under
   u32 rows_done;            // blocks that have sent their rows
   u32 outputs_done;         // blocks that have begun to send outputs
+  u32 counts_epoch;         // of the last counts of real experts that were sent
+  u32 counts_done;          // blocks that have counted
 };
 
 struct Vec {

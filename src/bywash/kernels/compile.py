@@ -15,7 +15,15 @@ from typing import Any
 
 from bywash.errors import ConfigError
 
-SOURCES = ("common.cuh", "peer_push.cu", "peer_dispatch.cu", "peer_combine.cu")
+SOURCES = (
+    "common.cuh",
+    "peer_elastic.cuh",
+    "peer_push.cu",
+    "peer_dispatch.cu",
+    "peer_combine.cu",
+    "peer_assign.cu",
+    "peer_fetch.cu",
+)
 THREADS = 512
 """Threads of a block; the same as in common.cuh."""
 MAX_EXPERTS, MAX_TOP_K, MAX_RANKS = 4095, 32, 32
@@ -35,6 +43,9 @@ class KernelShape:
         exact: whether all pairs travel back unsummed.
         fp8: how dispatch sends rows: 0 as they are, 1 or 2 as in peer_push.cu.
         fault: 0; tests leave out the release of flags (1) or a wait (2, 3) to see that they are needed.
+        real_experts: 0, or for an elastic layer the experts that the router names; `experts` then are virtual ones.
+        guests: slots of each rank for foreign experts' weights.
+        mixed: tokens of which some pair is computed away from home travel back unsummed.
     """
 
     ranks: int
@@ -45,6 +56,9 @@ class KernelShape:
     exact: bool
     fp8: int = 0
     fault: int = 0
+    real_experts: int = 0
+    guests: int = 0
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         for name, value, most in (

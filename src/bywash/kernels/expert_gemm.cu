@@ -38,12 +38,13 @@ __device__ __forceinline__ void check_ends(const Params& p) {
 __device__ __forceinline__ void load_weight_step(const Params& p, const Tile& tile, u32 k, u32 to, u32 full, u32 block,
                                                  u64 policy) {
   barrier_expect(full, WEIGHT_BYTES);
+  u32 expert = tile.expert - (u32)p.first;
   for (u32 half = CLUSTER == 2 ? block : 0; half < 2; half += CLUSTER) {
     u32 at = to + half * HALF_BYTES, row = tile.column * 2 + half;
     if (tile.stage == 0)
-      tma_load(at, p.weights[0], full, ALL_BLOCKS, policy, k * STEP_K, 0, 0, row * 8, tile.expert);
+      tma_load(at, p.weights[0], full, ALL_BLOCKS, policy, k * STEP_K, 0, 0, row * 8, expert);
     else
-      tma_load(at, p.weights[1], full, ALL_BLOCKS, policy, k * STEP_K, row * 128, tile.expert, 0, 0);
+      tma_load(at, p.weights[1], full, ALL_BLOCKS, policy, k * STEP_K, row * 128, expert, 0, 0);
   }
 }
 
@@ -53,7 +54,7 @@ __device__ __forceinline__ void load_weights(const Params& p, u32 shared, u32 bl
   u64 policy = READ_ONCE ? policy_evict_first() : policy_evict_normal();
   Ring ring, places;
   Tickets tickets{shared};
-  Finder finder{(u32)p.first_stage};
+  Finder finder{(u32)p.first_stage, (u32)p.first};
   Tile tile;
   if (draws) tickets.draw(p, places);
   if (blockIdx.x == 0) check_ends(p);
@@ -94,7 +95,7 @@ __device__ __forceinline__ void load_tokens(const Params& p, u32 shared, u32 blo
   u32 to = WEIGHT_BYTES + row * 128 + ((piece ^ (row % 8)) << 4);
   Ring ring;
   Tickets tickets{shared};
-  Finder finder{(u32)p.first_stage};
+  Finder finder{(u32)p.first_stage, (u32)p.first};
   Tile tile;
   while (finder.find(p, tickets.take(), block, tile)) {
     if (tile.stage == 1 && p.first_stage == 0) {
@@ -240,7 +241,7 @@ __device__ __forceinline__ bool choose_n(const Params& p, const Tile& tile, Prog
 
 __device__ __forceinline__ void compute_tiles(const Params& p, u32 shared, u32 block) {
   u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that the compiler knows it to be the same in a warp
-  Progress at{shared, block, group, {}, {shared}, {(u32)p.first_stage}};
+  Progress at{shared, block, group, {}, {shared}, {(u32)p.first_stage, (u32)p.first}};
   Tile tile, next;
   bool more = at.finder.find(p, at.tickets.take(), block, tile);
   while (more) {

@@ -34,10 +34,11 @@ struct Params {
   u64 y;                 // bf16 [M, D]
   u64 hidden;            // number: D
   u64 inner;             // number: F
-  u64 experts;           // number: L
+  u64 experts;           // number: L, of which those from `first` on are computed here
   u64 state;             // u32 [3 + L]: AT_TICKETS, AT_DONE, AT_FAULTS, then parts of h that are written, per expert
   u64 first_stage;       // number
   u64 last_stage;        // number
+  u64 first;             // number: groups before it are not computed, and the weights begin with its own
 };
 
 // Where things lie in the state. All are zero between launches, but faults stay until the host has read them.
@@ -83,14 +84,14 @@ __device__ __forceinline__ u32 sum_of(const Params& p, u32 stage) { return stage
 
 // Finds tiles by number; numbers only grow, so it walks the experts once.
 struct Finder {
-  u32 stage, expert = 0, before = 0;
+  u32 stage, expert, before = 0;
 
   __device__ __forceinline__ bool find(const Params& p, u32 number, u32 block, Tile& tile) {
     const int* ends = (const int*)p.ends;
     while (true) {
       if (expert == p.experts) {
         if (stage == p.last_stage) return false;
-        ++stage, expert = 0;
+        ++stage, expert = (u32)p.first;
       }
       u32 end = min((u32)ends[expert], (u32)p.pairs), start = expert ? min((u32)ends[expert - 1], end) : 0;
       u32 groups = up(end - start, GROUP), columns = up(columns_of(p, stage), stage ? 256 : 128);

@@ -41,6 +41,7 @@ FIELDS = (
     "state",
     "first_stage",
     "last_stage",
+    "first",
 )
 """What follows the two tensor maps in the kernel's `Params`."""
 _MAP_WORDS, _STEP_K = 16, 64
@@ -149,6 +150,8 @@ class HopperExperts:
         rows_per_expert: float | None = None,
         tuning: Tuning | None = None,
         max_blocks: int | None = None,
+        first: int = 0,
+        intermediate: Tensor | None = None,
     ) -> None:
         """Compile or take from the cache, describe the weights, make room for the intermediate.
 
@@ -159,6 +162,9 @@ class HopperExperts:
             rows_per_expert: what to tune for; by default as if all pairs arrived, evenly.
             tuning: static choices; see `Tuning.choose` for the default.
             max_blocks: multiprocessors to use, so that another kernel can run beside; all by default.
+            first: groups of the index before those of these weights; they are left alone, so that several of these
+                share an index, its outputs and the intermediate. `ends_L` then has `first` + L entries.
+            intermediate: bfloat16 [pairs, F] to use instead of an own one, by one launch at a time.
 
         Raises:
             ConfigError: not an sm_90 GPU, packages missing, or weights of a dtype, shape or layout not supported.
@@ -171,10 +177,14 @@ class HopperExperts:
         experts, self.hidden, inner = down_LDF.shape
         self._tuning = tuning or Tuning.choose(pairs / experts if rows_per_expert is None else rows_per_expert)
         self._weights = (gate_up_LGD, down_LDF)
-        self.pairs = pairs
+        self.pairs, self._first = pairs, first
+        if intermediate is not None and (intermediate.shape != (pairs, inner) or not intermediate.is_contiguous()):
+            raise ConfigError(f"{_WHO}: intermediate must be [{pairs}, {inner}]; got {list(intermediate.shape)}")
         with torch.inference_mode(False):  # outlives the model's inference mode
-            self._h_MF = torch.empty(pairs, inner, dtype=torch.bfloat16, device=device)
-            self._state = torch.zeros(_STATE_WORDS + experts, dtype=torch.int32, device=device)
+            if intermediate is None:
+                intermediate = torch.empty(pairs, inner, dtype=torch.bfloat16, device=device)
+            self._h_MF = intermediate
+            self._state = torch.zeros(_STATE_WORDS + first + experts, dtype=torch.int32, device=device)
         code, shared_bytes = compile_experts(self._tuning), self._tuning.shared_bytes
         (self._function,) = load_functions(code, ("experts",), _WHO, shared_bytes=shared_bytes)
         self.blocks = _grid(device, self._tuning.cluster, max_blocks)
@@ -182,7 +192,8 @@ class HopperExperts:
             "h": self._h_MF.data_ptr(),
             "hidden": self.hidden,
             "inner": inner,
-            "experts": experts,
+            "experts": first + experts,
+            "first": first,
             "state": self._state.data_ptr(),
         }
         words = [*_gate_up_map(gate_up_LGD), *_down_map(down_LDF), *(fixed.get(name, 0) for name in FIELDS)]
@@ -213,7 +224,7 @@ class HopperExperts:
         first: int = 0,
         last: int = 1,
     ) -> Tensor:
-        """The same, or one of its stages alone: 0 makes the intermediate, 1 the outputs from it. For measurements."""
+        """The same, or one of its stages alone: 0 makes the intermediate, 1 the outputs from it."""
         if out_MD is None:
             out_MD = torch.empty(index_M.shape[0], self.hidden, dtype=torch.bfloat16, device=rows_PD.device)
         _check_call(self, rows_PD, index_M, ends_L, out_MD)
@@ -237,8 +248,8 @@ class HopperExperts:
 
     @property
     def experts(self) -> int:
-        """L."""
-        return int(self._weights[1].shape[0])
+        """L, with those before `first`."""
+        return self._first + int(self._weights[1].shape[0])
 
     def _set(self, **values: int) -> None:
         for name, value in values.items():

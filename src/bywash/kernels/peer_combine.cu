@@ -3,6 +3,7 @@
 // exact (EXACT 1): all pairs travel; the source adds them in k order with their weights. Bitwise rows.weighted_sum.
 // stable, fast (EXACT 0): each computing rank adds its pairs of a token in k order in float32 and rounds once; the
 // source adds the ranks' rows in rank order. Slots cannot overflow: their number is the source's own token count.
+// stable where rows may be computed away from home (MIXED): tokens with such a row as in exact, see finish_open.
 // The source never writes its own part to a slot: it is summed in registers when the others' parts are there.
 //
 // An item is a piece of a token's row, small enough that a lane loads its vectors at once: what is left to finish when
@@ -28,6 +29,9 @@ struct Pairs {
   float weight;
   u32 k;
   u32 count;  // the same in all lanes
+#if MIXED
+  bool open;  // the token's outputs travel unsummed
+#endif
 };
 
 // Close the gaps: lanes with row 0 have nothing to read.
@@ -43,14 +47,19 @@ __device__ __forceinline__ Pairs packed(u64 row, float weight) {
 
 __device__ __forceinline__ Pairs pairs_here(const Params& p, u32 source, u32 t) {
   u32 k = threadIdx.x % 32;
-  u64 place_k = (source * p.max_tokens + t) * TOP_K + k, row = 0;
+  u64 place_k = (source * p.max_tokens + t) * TOP_K + k, row = 0, pair = 0;
   float weight = 0;
   if (k < TOP_K) {
     int m = ((const int*)p.m_PK)[place_k];
-    weight = __uint_as_float((u32)(load_relaxed(p.peer[p.rank] + p.at_pairs + 8 * place_k) >> 32));
+    pair = load_relaxed(p.peer[p.rank] + p.at_pairs + 8 * place_k);
+    weight = __uint_as_float((u32)(pair >> 32));
     if (m >= 0) row = p.y + m * ROW_BYTES;
   }
-  return packed(row, weight);
+  Pairs found = packed(row, weight);
+#if MIXED
+  found.open = __ballot_sync(ALL_LANES, row && pair & OPEN_BIT) != 0;
+#endif
+  return found;
 }
 
 // Load and visit COUNT rows, from the i-th pair on.
@@ -109,27 +118,41 @@ __device__ __forceinline__ void store_sums(u64 to, u32 v, u32 end, float (*sum)[
     if (v + 32 * u < end) store_row(to + 16ull * (v + 32 * u), rounded(sum[u]));
 }
 
+template <int COUNT = ROWS_AT_ONCE>
 __device__ __forceinline__ void sum_rows(const Pairs& pairs, u32 v, u32 end, float (*sum)[LANES_OF_VEC]) {
 #pragma unroll
   for (int u = 0; u < VECS_AT_ONCE; ++u) clear(sum[u]);
-  visit_rows<ROWS_AT_ONCE>(pairs, v, end, [&](int u, u32, u32, float weight, const Vec& a) {
+  visit_rows<COUNT>(pairs, v, end, [&](int u, u32, u32, float weight, const Vec& a) {
     add_weighted(sum[u], a, weight);
   });
 }
 
-// Send vectors first..end of what this rank computed for token t of `source`. False if it computed nothing.
-__device__ __forceinline__ bool send_token(const Params& p, u32 source, u32 t, u32 first, u32 end) {
-  Pairs pairs = pairs_here(p, source, t);
-  if (pairs.count == 0) return false;
-#if EXACT
-  u64 to = p.peer[source] + p.at_slots + (u64)t * TOP_K * ROW_BYTES;
+#if EXACT || MIXED
+// All pairs as they are, each to the slot of its k.
+__device__ __forceinline__ void send_apart(const Pairs& pairs, u64 to, u32 first, u32 end) {
   visit_tiles(first, end, [&](u32 v) {
     visit_rows<ROWS_AT_ONCE>(pairs, v, end, [&](int u, u32, u32 k, float, const Vec& a) {
       if (v + 32 * u < end) store_row(to + k * ROW_BYTES + 16ull * (v + 32 * u), a);
     });
   });
+}
+#endif
+
+// Send vectors first..end of what this rank computed for token t of `source`. False if it computed nothing.
+__device__ __forceinline__ bool send_token(const Params& p, u32 source, u32 t, u32 first, u32 end) {
+  Pairs pairs = pairs_here(p, source, t);
+  if (pairs.count == 0) return false;
+  u64 slots = p.peer[source] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES;
+#if EXACT
+  send_apart(pairs, slots, first, end);
 #else
-  u64 to = p.peer[source] + p.at_slots + ((u64)t * RANKS + p.rank) * ROW_BYTES;
+#if MIXED
+  if (pairs.open) {
+    send_apart(pairs, slots, first, end);
+    return true;
+  }
+#endif
+  u64 to = slots + p.rank * ROW_BYTES;
   visit_tiles(first, end, [&](u32 v) {
     float sum[VECS_AT_ONCE][LANES_OF_VEC];
     sum_rows(pairs, v, end, sum);
@@ -143,7 +166,7 @@ __device__ __forceinline__ bool send_token(const Params& p, u32 source, u32 t, u
 // Sum vectors first..end of an own token; `ready(ranks)` waits for these ranks, before the first slot is read.
 template <typename Ready>
 __device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
-  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * TOP_K * ROW_BYTES, k = threadIdx.x % 32, row = 0;
+  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES, k = threadIdx.x % 32, row = 0;
   float weight_k = 0;
   if (k < TOP_K && ((const i64*)p.ids)[t * TOP_K + k] >= 0) {
     int m = ((const int*)p.m_PK)[(p.rank * p.max_tokens + t) * TOP_K + k];
@@ -159,10 +182,44 @@ __device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, 
   });
 }
 #else
+#if MIXED
+// A token of which some pair was computed away from home: its pairs came unsummed, and are summed here as their homes
+// would have done, each home's sum rounded, then in the order of homes. The same bits, wherever they were computed.
+template <typename Ready>
+__device__ __forceinline__ void finish_open(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
+  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES, k = threadIdx.x % 32, row = 0;
+  float weight_k = 0;
+  int home = -1;
+  if (k < TOP_K) home = ((const int*)p.home_TK)[t * TOP_K + k];
+  if (home >= 0) {
+    int m = ((const int*)p.m_PK)[(p.rank * p.max_tokens + t) * TOP_K + k];
+    row = m >= 0 ? p.y + m * ROW_BYTES : slots + k * ROW_BYTES;
+    weight_k = ((const float*)p.weights)[t * TOP_K + k];
+  }
+  ready(((const u32*)p.mask_T)[t]);
+  visit_tiles(first, end, [&](u32 v) {
+    float total[VECS_AT_ONCE][LANES_OF_VEC], sum[VECS_AT_ONCE][LANES_OF_VEC];
+#pragma unroll
+    for (int u = 0; u < VECS_AT_ONCE; ++u) clear(total[u]);
+    for (int r = 0; r < RANKS; ++r) {
+      Pairs here = packed(home == r ? row : 0, weight_k);
+      if (here.count == 0) continue;
+      sum_rows<2>(here, v, end, sum);  // two rows at once: two sums and four rows need more registers than there are
+#pragma unroll
+      for (int u = 0; u < VECS_AT_ONCE; ++u) add_plain(total[u], rounded(sum[u]));
+    }
+    store_sums(p.out + t * ROW_BYTES, v, end, total);
+  });
+}
+#endif
+
 // The same from own outputs and one row of each other rank, in rank order.
 template <typename Ready>
 __device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
-  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * RANKS * ROW_BYTES;
+#if MIXED
+  if (((const u32*)p.open_T)[t]) return finish_open(p, t, first, end, ready);
+#endif
+  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES;
   u32 others = ((const u32*)p.mask_T)[t] & ~(1u << p.rank), lane = threadIdx.x % 32;
   // Two terms give the same bits in either order.
   u32 below = RANKS > 2 ? __popc(others & ((1u << p.rank) - 1)) : 0;
@@ -290,16 +347,19 @@ __device__ void combine(const Params& p, bool sends, bool finishes, u32 epoch) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) combine_send(const __grid_constant__ Params p) {
   begin_kernel();
+  if (!takes_part(p)) return;
   combine(p, true, false, epoch_after(*(volatile u32*)&((State*)p.state)->outputs_epoch));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) combine_receive(const __grid_constant__ Params p) {
   begin_kernel();
+  if (!takes_part(p)) return;
   combine(p, false, true, *(volatile u32*)&((State*)p.state)->outputs_epoch);
 }
 
 // Both halves in one launch; see dispatch_both.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) combine_both(const __grid_constant__ Params p) {
   begin_kernel();
+  if (!takes_part(p)) return;
   combine(p, true, true, epoch_after(*(volatile u32*)&((State*)p.state)->outputs_epoch));
 }

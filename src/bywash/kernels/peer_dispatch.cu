@@ -9,7 +9,12 @@
 // pair for expert 5, then starts are 5 -> 0, 6 -> 3 and index_M = [place(0,0), place(0,1), place(1,..), place(0,2)].
 
 #define NO_PAIR 0xfff00000ull
+#if MIXED
+#define OPEN_BIT 0x80000u  // of a pair: its token's outputs travel unsummed
+#define MAX_POSITION 0x7ffffu
+#else
 #define MAX_POSITION 0xfffffu
+#endif
 extern __shared__ u32 shared_words[];  // WARPS * EXPERTS counts, later RANKS * EXPERTS starts
 
 __device__ __forceinline__ u32 mixed(u32 word, u32 position) {  // as balance.digest32
@@ -79,11 +84,19 @@ __device__ void send_pairs(const Params& p, u32* next_WE, const unsigned char* r
   u64 region = p.at_pairs + 8ull * p.rank * p.max_tokens * TOP_K;
   i64 next_id = first + lane < last ? ids[first + lane] : -1;
   u32 next_weight = first + lane < last ? weights[first + lane] : 0;
+#if MIXED
+  const u32* open_T = (const u32*)p.open_T;
+  u32 next_open = first + lane < last ? open_T[(first + lane) / TOP_K] : 0;
+#endif
   for (u32 base = first; base < last; base += 32) {
     u32 at = base + lane, weight = next_weight;
     i64 e = next_id;
     next_id = at + 32 < last ? ids[at + 32] : -1;
     next_weight = at + 32 < last ? weights[at + 32] : 0;
+#if MIXED
+    u32 open = next_open;
+    next_open = at + 32 < last ? open_T[(at + 32) / TOP_K] : 0;
+#endif
     bool valid = (u64)e < EXPERTS;
     u32 same = __match_any_sync(ALL_LANES, valid ? (u32)e : EXPERTS + lane);
     u32 before = __popc(same & ((1u << lane) - 1));
@@ -93,6 +106,9 @@ __device__ void send_pairs(const Params& p, u32* next_WE, const unsigned char* r
     __syncwarp();
     if (at >= last) continue;
     u64 pair = pack(weight, (u32)e << 20 | position);
+#if MIXED
+    if (open) pair |= OPEN_BIT;
+#endif
     u32 to = valid ? rank_E[e] : RANKS;
     for (u32 r = 0; r < RANKS; ++r) *(u64*)(p.peer[r] + region + 8ull * at) = r == to ? pair : NO_PAIR;
   }
@@ -257,13 +273,21 @@ __device__ void receive_rows(const Params& p, u32 epoch) {
   if (blockIdx.x == 0 && p.replan && !p.counts_first) plan_from_counts(p, RECEIVE_ROWS, epoch);
 }
 
+// A part that does not take place leaves experts nothing to do.
+__device__ __forceinline__ void receive_nothing(const Params& p) {
+  for (u32 e = blockIdx.x * THREADS + threadIdx.x; e < EXPERTS; e += gridDim.x * THREADS)
+    if (((const int*)p.slot_E)[e] >= 0) ((u32*)p.ends_L)[((const int*)p.slot_E)[e]] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_send(const __grid_constant__ Params p) {
   begin_kernel();
+  if (!takes_part(p)) return;
   send_rows(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_receive(const __grid_constant__ Params p) {
   begin_kernel();
+  if (!takes_part(p)) return receive_nothing(p);
   u32 epoch = *(volatile u32*)&((State*)p.state)->rows_epoch;
   if (alive(p)) receive_rows(p, epoch);
 }
@@ -271,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_receive(const 
 // Both halves in one launch. Blocks that wait occupy their SM, so the grid must fit the device at once.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_both(const __grid_constant__ Params p) {
   begin_kernel();
+  if (!takes_part(p)) return receive_nothing(p);
   u32 epoch = send_rows(p);
   if (alive(p)) receive_rows(p, epoch);
 }

@@ -181,11 +181,26 @@ class TritonExperts:
         Raises:
             ConfigError: dtypes or shapes that do not fit.
         """
+        return self.run(rows_PD, index_M, ends_L, out_MD)
+
+    def run(
+        self,
+        rows_PD: Tensor,
+        index_M: Tensor,
+        ends_L: Tensor,
+        out_MD: Tensor | None = None,
+        *,
+        first: int = 0,
+        last: int = 1,
+    ) -> Tensor:
+        """The same, or one of its stages alone: 0 makes the intermediate, 1 the outputs from it."""
         check_rows(rows_PD, self._dtype, self.hidden, index_M, self.pairs)
         out_MD = rows_PD.new_empty(self.pairs, self.hidden) if out_MD is None else out_MD
         check_out(out_MD, self._dtype, self.hidden)
-        self._gate_up(rows_PD, index_M, ends_L, self._h_MF)
-        self._down(self._h_MF, index_M, ends_L, out_MD)
+        if first == 0:
+            self._gate_up(rows_PD, index_M, ends_L, self._h_MF)
+        if last == 1:
+            self._down(self._h_MF, index_M, ends_L, out_MD)
         return out_MD
 
 

@@ -157,7 +157,7 @@ def _mapped(handle: Any, heap_bytes: int, device: int) -> CudaHeap:
         address = int(check(cuda.cuMemAddressReserve(heap_bytes, 0, 0, 0), "reserving addresses"))
         check(cuda.cuMemMap(address, heap_bytes, 0, handle, 0), "mapping a heap")
         access = cuda.CUmemAccessDesc()
-        access.location = _location(device)
+        access.location = device_location(device)
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         check(
             cuda.cuMemSetAccess(address, heap_bytes, [access], 1),
@@ -222,7 +222,7 @@ def _allocate(device: int, heap_bytes: int, arithmetic: str) -> tuple[int, Any, 
     attribute = cuda.CUdevice_attribute
     properties = cuda.CUmemAllocationProp()
     properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location = _location(device)
+    properties.location = device_location(device)
     kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     properties.requestedHandleTypes = kind
     if _attribute(device, attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED):
@@ -265,7 +265,8 @@ def _check_peers(device: int, cards: list[dict[str, Any]]) -> None:
             )
 
 
-def _location(device: int) -> Any:
+def device_location(device: int) -> Any:
+    """Where the driver should put or map memory."""
     cuda = driver()
     location = cuda.CUmemLocation()
     location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

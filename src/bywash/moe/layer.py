@@ -5,6 +5,8 @@ the exchange moves, the experts compute. Models call it through their adapter, t
 its oracle.
 """
 
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +19,32 @@ from bywash.moe.device_experts import grouped_experts
 from bywash.moe.experts import ROW_TILE, Experts, GatedExperts, GroupedExperts, run_experts
 from bywash.moe.slots import SlotPool
 from bywash.routing import Routing
+
+Wave: TypeAlias = tuple[Tensor, Routing]
+"""Some of a step's tokens, [t, D], and their routing."""
+
+
+def waves(x_TD: Tensor, routing: Routing, counts_RE: NDArray[np.int32], most_pairs: int) -> list[Wave]:
+    """A step's tokens in order, as many waves on every rank, none of which brings more than `most_pairs` to any rank.
+
+    Example: with most_pairs = 8, 2 ranks and top-2, a wave ends when a rank's pairs would reach 4: two full tokens.
+
+    Raises:
+        ConfigError: fewer pairs than one token of each rank may bring.
+    """
+    ranks, top_k = counts_RE.shape[0], routing.ids_TK.shape[1]
+    own = most_pairs // ranks - (top_k - 1)
+    if own < 1:
+        raise ConfigError(f"slots: room for {most_pairs} pairs; one token of each rank may bring {ranks * top_k}")
+    number = -(-int(counts_RE.sum(axis=1, dtype=np.int64).max()) // own)
+    pairs_T = (routing.ids_TK >= 0).sum(dim=1)
+    wave_T = ((pairs_T.cumsum(0) - pairs_T) // own).clamp(max=number - 1)
+    ends = torch.searchsorted(wave_T, torch.arange(number), right=True).tolist()
+    made = []
+    for begin, end in zip([0, *ends], ends, strict=False):
+        ids_TK, weights_TK = routing.ids_TK[begin:end], routing.weights_TK[begin:end]
+        made.append((x_TD[begin:end], Routing(ids_TK=ids_TK, weights_TK=weights_TK, num_experts=routing.num_experts)))
+    return made
 
 
 class ExpertParallel:
@@ -68,6 +96,7 @@ class ExpertParallel:
         mine = placement.experts_of(exchange.rank)
         self._slot_of_E[mine] = torch.arange(len(mine))
         self._home_place_E = self._slot_of_E.numpy().copy()
+        self._waiting: dict[int, list[Wave]] = {}
         self._computing = self._with_guests()
         # `fast` promises no bits, so it may use one product per expert, however many rows came.
         self._row_tile = None if exchange.combine_mode == "fast" else ROW_TILE
@@ -98,26 +127,53 @@ class ExpertParallel:
             RoutingError: ids or weights that no router may produce (checked on CPU tensors, where it is cheap).
         """
         received, handle = self.dispatch(x_TD, routing, reuse_plan=reuse_plan)
-        return self.exchange.combine(handle, self.compute(received))
+        return self.combine(handle, self.compute(received))
 
     def dispatch(
         self, x_TD: Tensor, routing: Routing, *, reuse_plan: bool = False, part: int = 0
     ) -> tuple[Received, Handle]:
-        """Count, plan, send and receive: the first part of a call, which see. `part` says whose plan to use."""
+        """Count, plan, send and receive: the first part of a call, which see. `part` says whose plan to use.
+
+        Of a step with more pairs than the pool allows on some rank, only the first tokens; `combine` does the rest.
+        """
         self._check_shapes(x_TD, routing)
         plan = self.plans.get(part) if reuse_plan else None
-        if plan is None or (self.pool is not None and not self.pool.still_holds(plan)):
-            counts_RE = self.exchange.counts(routing.counts_E().cpu().numpy().astype(np.int32))
-            plan = self.plans[part] = self._plan(counts_RE, part, ahead=reuse_plan)
+        if plan is None or (self.pool is not None and not self.pool.may_reuse(plan)):
+            plan = self._counted(routing, part, ahead=reuse_plan)
+            if self.pool is not None and int(plan.rows_R.max()) > self.pool.most_pairs:
+                (x_TD, routing), *self._waiting[part] = waves(x_TD, routing, plan.counts_RE, self.pool.most_pairs)
+                first = self._sent(x_TD, routing, self._counted(routing, part), part)
+                self.loads[part] = plan.rows_R  # near what all waves come to
+                return first
+        return self._sent(x_TD, routing, plan, part, ahead=reuse_plan)
+
+    def combine(self, handle: Handle, y_MD: Tensor, *, part: int = 0) -> Tensor:
+        """Return outputs and sum them, [T, D]: the last part of a call. Every rank calls."""
+        outs, loads_R = [self.exchange.combine(handle, y_MD)], self.loads[part]
+        del y_MD  # a wave's outputs go before the next one's come
+        for wave, (x_TD, routing) in enumerate(self._waiting.pop(part, ()), start=1):
+            received, handle = self._sent(x_TD, routing, self._counted(routing, part), part, wave=wave)
+            outs.append(self.exchange.combine(handle, self.compute(received)))
+        self.loads[part] = loads_R
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _counted(self, routing: Routing, part: int, *, ahead: bool = False) -> StepPlan:
+        counts_RE = self.exchange.counts(routing.counts_E().cpu().numpy().astype(np.int32))
+        plan = self.plans[part] = self._plan(counts_RE, part, ahead=ahead)
+        return plan
+
+    def _sent(
+        self, x_TD: Tensor, routing: Routing, plan: StepPlan, part: int, *, ahead: bool = False, wave: int = 0
+    ) -> tuple[Received, Handle]:
         self._open_slots_for(plan)
         received, handle = self.exchange.dispatch(x_TD, routing, plan)
-        if reuse_plan:
+        if ahead:
             self.plans[part] = self._plan(received.counts_RE, part, ahead=True)
         # With all rows at home any plan from these counts has the step's loads.
         self.loads[part] = (
             self.plans[part].rows_R
             if self.pool is None
-            else self.pool.counters[self._layer].add_step(plan, received.counts_RE)
+            else self.pool.counters[self._layer].add_step(plan, received.counts_RE, wave=wave)
         )
         return received, handle
 

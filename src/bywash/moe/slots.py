@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bywash.balance import Limits, Placement, SlotDirectory, StepPlan, plan_step
 from bywash.balance.counters import LayerCounters
+from bywash.balance.limits import MOST_ROWS
 from bywash.errors import ConfigError, ExchangeError
 from bywash.exchange import Exchange
 from bywash.moe.experts import Experts, GatedExperts
@@ -76,11 +77,23 @@ class SlotPool:
 
     Attributes:
         limits: when rows leave home.
+        most_pairs: (row, expert) pairs that a rank is given at once, so that its outputs have a bound: a step that
+            would give more to some rank is done in waves, parts of its tokens one after another.
         directory: what the slots of all ranks hold, by the last plan.
         counters: what became of the rows of each layer.
     """
 
-    def __init__(self, exchange: Exchange, limits: Limits, *, slots: int, experts: int, layers: int = 1) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        limits: Limits,
+        *,
+        slots: int,
+        experts: int,
+        layers: int = 1,
+        most_pairs: int = MOST_ROWS,
+        ahead_pairs: int = MOST_ROWS,
+    ) -> None:
         """Prepare `slots` slots on each rank; they are opened when the first weights come.
 
         Args:
@@ -89,9 +102,12 @@ class SlotPool:
             slots: of each rank.
             experts: E of a layer.
             layers: that share the slots.
+            most_pairs: see the class.
+            ahead_pairs: the most pairs over all ranks of a step under the plan of the step before, as the caller knows;
+                with more than `most_pairs` such steps count first, since nobody could tell that they need waves.
         """
         self.directory = SlotDirectory.empty(ranks=exchange.ranks, slots=slots, experts=experts, layers=layers)
-        self.limits = limits
+        self.limits, self.most_pairs, self._ahead_pairs = limits, most_pairs, ahead_pairs
         self.counters = [LayerCounters() for _ in range(layers)]
         self._exchange, self._slots = exchange, slots
         # Decode plans a layer's next step while other layers' plans are still to run; none of their slots may go.
@@ -117,6 +133,10 @@ class SlotPool:
         self.counters[layer].plan_us += (time.perf_counter_ns() - begun_ns) / 1e3
         self._missing_RS = np.where(plan.fetch_RS >= 0, plan.fetch_RS, self._missing_RS)
         return plan
+
+    def may_reuse(self, plan: StepPlan) -> bool:
+        """Whether a step may run under an earlier plan: its slots are there, no rank can get too much. Alike on all."""
+        return self._ahead_pairs <= self.most_pairs and self.still_holds(plan)
 
     def still_holds(self, plan: StepPlan) -> bool:
         """Whether every slot that an earlier plan computes from is still meant to hold the same. Alike on all ranks."""

@@ -21,9 +21,12 @@ from unittest import mock
 import torch
 
 from bywash.errors import RankLostError
-from bywash.exchange import peer_device, peer_tensors
+from bywash.exchange import device_rows, peer_device, peer_tensors
+from bywash.kernels import rows
 from bywash.kernels.compile import kernel_source
 from bywash.kernels.launch import Kernels, parameter_names
+from bywash.kernels.rows import RowKernels
+from bywash.memory import device_slots
 
 COMPILER = shutil.which("g++")
 HERE = Path(__file__).parent
@@ -47,13 +50,19 @@ def _statement(match):
 
 
 def emulated_library(shape):
-    """The kernels of a shape as a shared library, kept between tests."""
+    """The exchange's kernels of a shape as a shared library."""
     source = kernel_source()
     names = re.findall(r'extern "C" __global__ .*? (\w+)\(const', source)
+    names = [name for name in names if shape.real_experts or not name.startswith("elastic")]
+    return built(source, names, shape.macros())
+
+
+def built(source, names, macros):
+    """Kernels that take one block of `Params` as a shared library, kept between tests."""
     source = re.sub(r"#line.*", "", _ASM.sub(_statement, source))
     text = '#include "cuda_on_cpu.h"\n' + source.replace("extern __shared__", "extern thread_local")
     text += (HERE / "run.inc").read_text()
-    flags = [f"-D{name}={value}" for name, value in shape.macros()]
+    flags = [f"-D{name}={value}" for name, value in macros]
     flags.append("-DKERNELS=" + ",".join(f'{{"{name}",{name}}}' for name in names))
     flags += ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", f"-I{HERE}"]
     key = hashlib.sha256((text + (HERE / "cuda_on_cpu.h").read_text() + repr(flags)).encode()).hexdigest()[:24]
@@ -79,6 +88,19 @@ class EmulatedKernels(Kernels):
         assert self._library.launch(name.encode(), blocks, ctypes.byref(parameters)) == 0, name
 
 
+class EmulatedRows(RowKernels):
+    """`RowKernels` on the CPU."""
+
+    def _loaded(self):
+        # run.inc asks for the exchange's sizes, which these kernels have not.
+        macros = [*rows.MACROS, ("EXPERTS", "1"), ("RANKS", "1")]
+        self._library = built(kernel_source((rows.SOURCE,)), rows.KERNELS, macros)
+        return {}
+
+    def _launch(self, kernel, blocks, words):
+        assert self._library.launch(kernel.encode(), blocks, ctypes.byref(words)) == 0, kernel
+
+
 class Heap:
     """One rank's heap in CPU memory."""
 
@@ -90,6 +112,26 @@ class Heap:
     def tensor(self, offset, shape, dtype):
         elements = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[self.skip + offset : self.skip + offset + elements].view(dtype).view(shape)
+
+
+class Pages:
+    """Slots in CPU memory; those that `resize` took away hold NaN."""
+
+    def __init__(self, part_bytes, parts):
+        self.memory, self.part_bytes, self.parts = (
+            torch.zeros(part_bytes * parts + 256, dtype=torch.uint8),
+            part_bytes,
+            parts,
+        )
+        self.resize(parts)
+
+    def resize(self, parts):
+        self.mapped_bytes = parts * self.part_bytes
+        self.memory[self.mapped_bytes :] = 0xFF
+
+    def tensor(self, shape, dtype):
+        skip = -self.memory.data_ptr() % 256
+        return self.memory[skip : skip + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 class Threads:
@@ -154,6 +196,9 @@ def emulated():
             (peer_device, "open_cuda_heaps", lambda members, *a, **k: members.threads.open_heaps(members, *a, **k)),
             (peer_device, "GPU", "cpu"),
             (peer_tensors, "GPU", "cpu"),
+            (device_rows, "row_kernels", lambda device: EmulatedRows()),
+            (device_slots, "PagedRange", Pages),
+            (device_slots, "open_cuda_heaps", lambda members, *a, **k: members.threads.open_heaps(members, *a, **k)),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
         yield

@@ -117,6 +117,7 @@ inline Barrier& my_warp() { return block->warps[fiber->thread.x / 32]; }
 inline uint64_t* warp_words() { return block->words + fiber->thread.x / 32 * 32; }
 inline void __syncwarp() { arrive(my_warp()); }
 inline void __syncthreads() { arrive(block->whole); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int __syncthreads_or(int value) {
   __syncthreads();
   block->reduced = 0;
@@ -161,6 +162,7 @@ inline unsigned __ballot_sync(unsigned, int v) {
     return bits;
   });
 }
+inline int __any_sync(unsigned mask, int v) { return __ballot_sync(mask, v) != 0; }
 inline unsigned __match_any_sync(unsigned, unsigned v) {
   return among(v, [](unsigned* all, unsigned lane) {
     unsigned bits = 0;
@@ -193,8 +195,8 @@ template <typename A, typename B>
 inline std::common_type_t<A, B> max(A a, B b) {
   return a > b ? a : b;
 }
-template <typename T>
-T atomicAdd(T* p, int by) {
+template <typename T, typename By>
+T atomicAdd(T* p, By by) {
   return __atomic_fetch_add(p, (T)by, __ATOMIC_SEQ_CST);
 }
 inline unsigned atomicInc(unsigned* p, unsigned most) {
