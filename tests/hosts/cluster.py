@@ -16,20 +16,17 @@ ANSWER_S = 100.0
 
 
 class Cluster:
-    """Hosts, cables and launchers. `network` owns the cables: limit, disturb, plug."""
+    """Hosts, cables and the launcher of ranks. `network` owns the cables: limit, disturb, plug."""
 
     _numbers = count()
 
     def __init__(self, directory):
         self.directory = directory
         self.network = TwoHosts()
-        self._agents = []
+        command = [sys.executable, "-m", "tests.hosts.agent"]
+        self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
-            for host in range(2):
-                command = self.network.command(host, sys.executable, "-m", "tests.hosts.agent")
-                self._agents.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-            for agent in self._agents:
-                assert agent.stdout.readline() == "ready\n"
+            assert self._agent.stdout.readline() == "ready\n"
         except BaseException:
             self.close()
             raise
@@ -51,12 +48,12 @@ class Cluster:
             }
             outs.append(Path(self.directory) / f"job{number}-rank{rank}.json")
             request = {
-                "env": env, "job": job, "arguments": arguments, "deadline_s": deadline_s, "out": str(outs[-1]),
+                "space": self.network.spaces[host], "hostname": self.network.hostname(host), "env": env, "job": job,
+                "arguments": arguments, "deadline_s": deadline_s, "out": str(outs[-1]),
             }  # fmt: skip
-            agent = self._agents[host]
-            agent.stdin.write(json.dumps(request) + "\n")
-            agent.stdin.flush()
-            pids.append(int(agent.stdout.readline()))
+            self._agent.stdin.write(json.dumps(request) + "\n")
+            self._agent.stdin.flush()
+            pids.append(int(self._agent.stdout.readline()))
         return Job(pids, outs)
 
     def run(self, job, **options):
@@ -66,9 +63,8 @@ class Cluster:
         return [answer["result"] for answer in answers]
 
     def close(self):
-        for agent in self._agents:
-            agent.kill()
-            agent.wait()
+        self._agent.kill()
+        self._agent.wait()
         self.network.close()
 
 

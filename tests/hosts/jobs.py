@@ -10,10 +10,13 @@ from pathlib import Path
 import torch
 
 from bywash.balance import Placement, plan_step
+from bywash.bench.alone import ComputeAlone, Recorded, RecordingForward
 from bywash.bench.by_hand import by_hand_step
+from bywash.bench.stack import Stack, StackShape, make_batches, split_batches
 from bywash.errors import RankLostError
 from bywash.exchange import Group, open_exchange, rebuild
 from bywash.moe import ExpertParallel
+from bywash.moe.pipeline import CpuExecutor, Forward, Split, build_schedule
 from bywash.routing import Routing
 from tests.hosts.network import counters
 from tests.moe.common import Case, random_batch, random_experts
@@ -203,3 +206,66 @@ def hosts_that_differ(rank, ranks, store, deadline_s):
         return hosts.check_hosts(group)
     finally:
         group.close()
+
+
+def stack_steps(rank, ranks, store, deadline_s, *, shape, batches, splits, rounds):
+    """Steps of a stack of MoE layers across hosts, by split, whose outputs are compared; medians of interleaved rounds.
+
+    Of each: `step_s`, `compute_s` of the same compute on rows that had arrived, `cpu_s` of this process in the step,
+    `moving_cpu_s` of them for all but compute, and the `bytes` that left this host.
+    """
+    torch.set_num_threads(1)
+    group = Group(rank=rank, ranks=ranks, store=store, deadline_s=deadline_s)
+    stack = Stack(StackShape(**shape), Placement.equal(shape["experts"], ranks), rank)
+    exchange = open_exchange("hierarchical", group, combine_mode="fast")
+    experts, found, wanted = stack.on(exchange), {}, None
+    with torch.inference_mode(), CpuExecutor(deadline_s=5 * deadline_s) as executor:
+        cases = {text: _StackCase(stack, experts, batches, Split(**split)) for text, split in splits.items()}
+        for _ in range(rounds + 1):
+            for text, case in cases.items():
+                torch.distributed.barrier()
+                sent, began, cpu_began = counters()[0], time.perf_counter(), time.process_time()
+                output = case.step(executor, rank)
+                measured = {"cpu_s": time.process_time() - cpu_began}
+                torch.distributed.barrier()
+                measured |= {"step_s": time.perf_counter() - began, "bytes": counters()[0] - sent}
+                torch.distributed.barrier()
+                began, cpu_began = time.perf_counter(), time.process_time()
+                case.compute_alone(rank)
+                measured["compute_s"] = time.perf_counter() - began
+                measured["moving_cpu_s"] = measured["cpu_s"] - (time.process_time() - cpu_began)
+                found.setdefault(text, []).append(measured)
+                wanted = wanted or output
+                assert all(torch.equal(a, b) for a, b in zip(wanted, output, strict=True)), text
+    exchange.close()
+    group.close()
+    return {text: {key: statistics.median(m[key] for m in each[1:]) for key in each[0]} for text, each in found.items()}
+
+
+class _StackCase:
+    """One split of the stack's step on one rank; the first step records what arrives, for compute alone."""
+
+    def __init__(self, stack, experts, batches, split):
+        self.stack, self.experts, self.batches, self.split = stack, experts, batches, split
+        self.schedule = build_schedule(stack.forms, split, cost=lambda kind, lane: 1)
+        self.recorded = Recorded()
+
+    def step(self, executor, rank):
+        lanes = self._lanes(rank)
+        arguments = (self.stack.layers, self.experts, lanes)
+        options = {"chunks": self.split.chunks, "nothing": self.stack.nothing}
+        if not self.recorded.arrived:
+            work = RecordingForward(*arguments, **options, recorded=self.recorded)
+        else:
+            work = Forward(*arguments, **options)
+        executor.run(self.schedule, work)
+        return [batch.hidden_BSD for lane in lanes for batch in lane]
+
+    def compute_alone(self, rank):
+        options = {"chunks": self.split.chunks, "nothing": self.stack.nothing, "recorded": self.recorded}
+        work = ComputeAlone(self.stack.layers, self.experts, self._lanes(rank), **options)
+        for op in self.schedule.ops:
+            work(op)
+
+    def _lanes(self, rank):
+        return split_batches(make_batches(self.stack.shape, self.batches, rank), self.split.lanes)

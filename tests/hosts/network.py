@@ -39,23 +39,27 @@ def skip_without_hosts():
 
 
 class TwoHosts:
-    """Hosts `a` and `b` with two cables: net0 is the veth pair, net1 goes through the relay."""
+    """Hosts `a` and `b` with two cables: net0 is the veth pair, net1 goes through the relay.
+
+    Attributes:
+        spaces: the names of their network namespaces.
+    """
 
     names = ("a", "b")
 
     def __init__(self):
-        self._spaces = [f"bywash-{os.getpid()}-{name}" for name in self.names]
+        self.spaces = [f"bywash-{os.getpid()}-{name}" for name in self.names]
         self._relay = None
         try:
-            for space in self._spaces:
+            for space in self.spaces:
                 ip("netns", "add", space)
                 ip("-n", space, "link", "set", "lo", "up")
-            a, b = self._spaces
+            a, b = self.spaces
             ip("link", "add", VETH, "netns", a, "type", "veth", "peer", "name", VETH, "netns", b)
-            relay = [sys.executable, "-m", "tests.hosts.relay", RELAYED, *self._spaces]
+            relay = [sys.executable, "-m", "tests.hosts.relay", RELAYED, *self.spaces]
             self._relay = subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self._relay.stdout.readline() == "ready\n"
-            for host, space in enumerate(self._spaces):
+            for host, space in enumerate(self.spaces):
                 for cable in (VETH, RELAYED):
                     ip("-n", space, "address", "add", f"{self.address(host, cable)}/24", "dev", cable)
                     ip("-n", space, "link", "set", cable, "up")
@@ -68,21 +72,25 @@ class TwoHosts:
         """A host's address on a cable."""
         return f"10.213.{(VETH, RELAYED).index(cable)}.{host + 1}"
 
+    def hostname(self, host):
+        """What a host calls itself."""
+        return f"host-{self.names[host]}"
+
     def close(self):
         if self._relay is not None:
             self._relay.kill()
             self._relay.wait()
-        for space in self._spaces:
+        for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
 
     def command(self, host, *command):
         """`command`, to be run on a host (0 or 1)."""
-        script = f'hostname host-{self.names[host]} && exec "$@"'
-        return ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c", script, "sh", *command]
+        script = f'hostname {self.hostname(host)} && exec "$@"'
+        return ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c", script, "sh", *command]
 
     def limit(self, rate_mbps):
         """Limit the veth's rate in both directions."""
-        for space in self._spaces:
+        for space in self.spaces:
             rate = f"{rate_mbps}mbit"
             tc = ["tc", "-n", space, "qdisc", "replace", "dev", VETH, "root", "tbf", "rate", rate]
             subprocess.run([*tc, "burst", "128kb", "limit", "4mb"], check=True)
@@ -95,7 +103,7 @@ class TwoHosts:
 
     def plug(self, *, up):
         """Pull the veth cable, or put it back."""
-        ip("-n", self._spaces[0], "link", "set", VETH, "up" if up else "down")
+        ip("-n", self.spaces[0], "link", "set", VETH, "up" if up else "down")
 
 
 def ip(*arguments):

@@ -19,11 +19,16 @@ _MOST_WAITING = 2000
 """Packets on the way; more are lost, as in a switch."""
 
 
-def open_tun(name, space):
-    """A TUN device in a namespace; this process then lives there."""
+def enter(space):
+    """Move this thread into a network namespace."""
     with open(f"/run/netns/{space}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"setns {space}")
+
+
+def open_tun(name, space):
+    """A TUN device in a namespace; this process then lives there."""
+    enter(space)
     tun = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH", name.encode(), _TUN | _NO_HEADER))
     os.set_blocking(tun, False)

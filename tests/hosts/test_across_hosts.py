@@ -64,7 +64,7 @@ def test_fewer_bytes_than_a_flat_exchange_without_deduplication(measured):
 
 def test_bywash_run_gives_the_bits_of_one_process(cluster, tmp_path):
     out = tmp_path / "out.json"
-    options = {"prompts": 8, "micro_batch": 1, "overlap": "microbatch", "tokens": 8}
+    options = {"prompts": 8, "micro_batch": 1, "overlap": "microbatch", "tokens": 4}
     cluster.run("bywash_run", check=True, json=str(out), deadline_s=20, **options)
     report = json.loads(out.read_text())
     assert report["exchange"] == "hierarchical"
@@ -78,7 +78,7 @@ def test_a_long_way_only_takes_longer(cluster, network, tmp_path):
     job = cluster.start("endless_steps", cable=RELAYED, begun=str(begun), steps=40, pause_s=0.05)
     job.wait_for(begun)
     network.disturb(delay_ms=200)
-    time.sleep(3)
+    time.sleep(2)
     network.disturb()
     assert [answer["result"]["sha256"] for answer in job.answers()] == [bits_of_one_rank(rank) for rank in range(4)]
 

@@ -13,6 +13,7 @@ from bywash.errors import ConfigError
 from bywash.exchange import LocalExchange, open_exchange
 from bywash.exchange.hierarchical import HierarchicalExchange
 from bywash.exchange.host_map import HostMap
+from bywash.exchange.node_schedule import PIECE_BYTES, NodeSchedule, cut, pieces
 from bywash.moe import ExpertParallel, SlotPool, expert_parallel_naive
 from tests.moe.common import Case, layer_cases, random_batch, random_experts
 
@@ -47,11 +48,11 @@ def layer_steps(group, case, names, steps, schedule="together", slots=0):
     return outputs
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     case=layer_cases(["exact", "stable", "fast"], ranks=(2, 4), inner=24, tokens=(0, 0, 1, 5, 17, 33), skews=(0.0,)),
     names=st.lists(st.sampled_from("aabbc"), min_size=4, max_size=4),
-    schedule=st.sampled_from(["together", "rotated"]),
+    schedule=st.sampled_from(["together", "rotated", "staggered:1", "paced:0.5"]),
 )
 def test_any_map_of_ranks_to_hosts_gives_the_bits_of_one_rank_and_of_shm(pools, case, names, schedule):
     everything = random_experts(case.experts, case.hidden, case.inner, case.dtype, case.seed)
@@ -105,12 +106,48 @@ def test_every_rank_has_one_gateway_on_every_other_host(names):
         assert entered[rank].tolist() == [int(other != host) for other in range(hosts.hosts)]
 
 
-def refuses(group):
-    try:
-        HierarchicalExchange(group, schedule="random")
-    except ConfigError as error:
-        return str(error)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("random", "choose one of together, rotated, staggered, paced"),
+        ("rotated:5", "rotated takes no rate"),
+        ("paced", "give the rate of a host's link in Gb/s, such as paced:25"),
+        ("staggered:-1", "such as staggered:25"),
+        ("paced:nan", "such as paced:25"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        NodeSchedule.parse(text)
 
 
-def test_an_unknown_schedule_is_refused(pools):
-    assert "together, rotated" in pools(2).run(refuses)[0]
+def test_schedules_read_as_they_are_written():
+    for text in ("together", "rotated", "staggered:25", "paced:0.2"):
+        assert str(NodeSchedule.parse(text)) == text
+
+
+@given(
+    sizes=st.dictionaries(st.integers(1, 9), st.integers(0, 3 * PIECE_BYTES), max_size=6),
+    text=st.sampled_from(["together", "rotated", "staggered:10", "paced:10"]),
+    per_host=st.integers(1, 8),
+)
+def test_every_byte_is_sent_once_in_order_and_never_above_the_rate(sizes, text, per_host):
+    schedule = NodeSchedule.parse(text)
+    sent = pieces(schedule, sizes, {rank: rank for rank in sizes}, per_host)
+    assert [piece.due_s for piece in sent] == sorted(piece.due_s for piece in sent)
+    for rank, size in sizes.items():
+        mine = [(piece.start, piece.stop) for piece in sent if piece.rank == rank]
+        assert mine == cut(size, schedule)
+        assert sum(stop - start for start, stop in mine) == size
+    flows = per_host * sum(size > 0 for size in sizes.values())
+    for piece in sent:
+        if schedule.name == "paced":  # what a link is given by then, were all that share it alike
+            assert piece.due_s == pytest.approx(flows * piece.start * 8 / 10e9)
+        elif schedule.name != "staggered":
+            assert piece.due_s == 0
+
+
+def test_staggered_turns_begin_a_mean_message_apart():
+    schedule = NodeSchedule.parse("staggered:8")
+    due = {piece.rank: piece.due_s for piece in pieces(schedule, {3: 10**6, 5: 3 * 10**6}, {3: 2, 5: 1}, 2)}
+    assert due == {5: 0.0, 3: pytest.approx(4e-3)}

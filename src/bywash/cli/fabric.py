@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bywash.cli import fabric_config, fabric_traffic, fabric_tune
+from bywash.cli import fabric_config, fabric_schedules, fabric_traffic, fabric_tune
 from bywash.cli.output import STDOUT, printing, stdout_console, writable, write_json
 from bywash.errors import BywashError, ConfigError
 
@@ -285,4 +285,5 @@ def _say(json_to: str | None, text: str) -> None:
 
 fabric_config.register(app)
 fabric_traffic.register(app)
+fabric_schedules.register(app)
 fabric_tune.register(app)

@@ -82,14 +82,14 @@ def traffic(
         raise ConfigError(f"--out {out}: must end in .yaml")
     replaceable(out.with_suffix(".csv"), "--out")
     settings, section = named(profile), parse_short(topology, "--topology")
-    fabric = build_topology(_checked(TopologyFile, section))
+    fabric = build_topology(checked(TopologyFile, section))
     router = Router(top_k=topk, groups=groups, top_groups=top_groups)
     choices = token_choices(Request(
         source=trace, ranks=fabric.hosts, tokens=tokens, step=step, phase=phase, layers=layers, router=router, seed=seed
     ))  # fmt: skip
     method = Method(gpus_per_server=gpus_per_server_of(fabric), rows=cast(Any, rows), path=cast(Any, path))
     row = RowFormat(hidden=hidden, dispatch=dispatch, combine=combine)
-    exchanges = layer_bytes(choices, _placements(choices, placement), method, row)
+    exchanges = layer_bytes(choices, placements_of(choices, placement), method, row)
     compute = Compute(attention_us=attention_us, experts_us=experts_us)
     wire = Wire(topology=fabric, frame=settings.frame, rtt_us=round_trip_us(fabric, settings.switch.latency_ns))
     barrier = "server" if path == "hierarchical" else "host"
@@ -105,7 +105,8 @@ def traffic(
         _print(choices, exchanges, wire, out)
 
 
-def _checked(model: Any, section: dict[str, Any]) -> Any:
+def checked(model: Any, section: dict[str, Any]) -> Any:
+    """A section of a file or option as its model, or a `ConfigError` with the field's path."""
     from pydantic import ValidationError
 
     from bywash.fabric.files import as_config_error
@@ -186,13 +187,14 @@ def _pick_layers(text: str, known: tuple[int, ...]) -> list[int]:
     return [known.index(layer) for layer in wanted]
 
 
-def _placements(choices: "TokenChoices", kind: str) -> "list[Placement]":
+def placements_of(choices: "TokenChoices", kind: str) -> "list[Placement]":
+    """One placement for all layers (`in-order`), or one for each by its load (`balanced`)."""
     from bywash.balance import Placement
 
     if kind == "in-order":
         return [Placement.equal(choices.num_experts, choices.ranks)]
     if kind == "balanced":
-        return [Placement.from_counts(counts_E, choices.ranks) for counts_E in choices.counts_LE()]
+        return Placement.of_layers(choices.counts_LE(), choices.ranks)
     raise ConfigError(f"--placement {kind!r}: must be in-order or balanced")
 
 

@@ -48,6 +48,7 @@ def open_exchange(
     combine_mode: Combine = "exact",
     link: Links | None = None,
     device: DeviceKind = "cpu",
+    node_schedule: str = "together",
 ) -> Exchange:
     """Open this rank's end of the exchange called `name`.
 
@@ -58,6 +59,7 @@ def open_exchange(
         combine_mode: see `Exchange`.
         link: emulate this link between ranks (`shm` alone can).
         device: where the rows are.
+        node_schedule: of `hierarchical`, the order of sending between hosts; see `NodeSchedule.parse`.
 
     Raises:
         ConfigError: unknown name, `local` with more than one rank, a link where none can be emulated, or rows where
@@ -84,7 +86,7 @@ def open_exchange(
 
         return PeerExchange(group, combine_mode=combine_mode)
     if name == "hierarchical":
-        return HierarchicalExchange(group, combine_mode=combine_mode)
+        return HierarchicalExchange(group, combine_mode=combine_mode, schedule=node_schedule)
     return GlooExchange(group, combine_mode=combine_mode)
 
 

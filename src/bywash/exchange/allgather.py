@@ -34,6 +34,8 @@ from bywash.memory.rendezvous import Members
 SOURCES = ("common.cuh", "gather.cu", "gather_words.cu")
 CHUNK = 1024
 """Pairs of one block; the same as in gather.cu."""
+_BLOCKS_PER_SM = 3
+"""Of the kernels that add rows; as fast as any (benchmarks/exchange/gpu_sums.py)."""
 _ALIGN = 256
 _WHO = "exchange by copy engine"
 
@@ -134,7 +136,9 @@ class AllGatherDevice:
         self._places = GatherLayout(sizes=layout)
         facts = {"heap layout": self._places.arithmetic, "experts": layout.experts}
         self._heaps = open_cuda_heaps(members, self._places.heap_bytes, arithmetic=self._places.arithmetic, facts=facts)
-        self._blocks = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._blocks = (
+            _BLOCKS_PER_SM * torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        )
         self._local = int((rank_E == self.rank).sum())
         self._copies = torch.cuda.Stream()
         with torch.inference_mode(False):  # buffers outlive the model's inference mode

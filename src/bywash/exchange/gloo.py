@@ -35,13 +35,13 @@ class GlooExchange(Exchange):
 
     def __init__(self, group: Group, *, combine_mode: Combine = "exact") -> None:
         super().__init__(rank=group.rank, ranks=group.ranks, combine_mode=combine_mode)
-        self.group = group
+        self.group, self._torch = group, group.process_group
 
     def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
         """See `Exchange.counts`."""
         gathered = torch.empty(self.ranks, counts_E.size, dtype=torch.int32)
         with self.group.blame("gathering counts"):
-            dist.all_gather(list(gathered.unbind(0)), torch.from_numpy(counts_E))
+            dist.all_gather(list(gathered.unbind(0)), torch.from_numpy(counts_E), group=self._torch)
         self.traffic.wire_bytes += (self.ranks - 1) * counts_E.nbytes
         return gathered.numpy()
 
@@ -57,7 +57,9 @@ class GlooExchange(Exchange):
         recv = torch.empty(sum(recv_rows), record, dtype=torch.uint8)
         handle.state.update(x_TD=x_TD, lists=lists, recv=recv, recv_rows=recv_rows, counts_RE=counts_RE)
         with self.group.blame("dispatching rows"):
-            handle.state["work"] = dist.all_to_all_single(recv, send, recv_rows, send_rows, async_op=True)
+            handle.state["work"] = dist.all_to_all_single(
+                recv, send, recv_rows, send_rows, async_op=True, group=self._torch
+            )
         handle.state["send"] = send  # gloo reads it until the work is done
         self._count_dispatch(send_rows, record, pairs_per_rank(lists), x_TD)
         return handle
@@ -99,7 +101,9 @@ class GlooExchange(Exchange):
         recv = torch.empty(sum(recv_rows), row_bytes, dtype=torch.uint8)
         handle.state.update(recv=recv, recv_rows=recv_rows, send=send)
         with self.group.blame("returning outputs"):
-            handle.state["work"] = dist.all_to_all_single(recv, _as_bytes(send), recv_rows, send_rows, async_op=True)
+            handle.state["work"] = dist.all_to_all_single(
+                recv, _as_bytes(send), recv_rows, send_rows, async_op=True, group=self._torch
+            )
         returned = sum(send_rows) - send_rows[self.rank]
         self.traffic.rows_returned += returned
         self.traffic.wire_bytes += returned * row_bytes
@@ -142,7 +146,9 @@ class GlooExchange(Exchange):
         send = torch.stack(rows) if rows else torch.empty(0, slot_bytes, dtype=torch.uint8)
         recv = torch.empty(sum(map(len, takes)), slot_bytes, dtype=torch.uint8)
         with self.group.blame("copying weights into slots"):
-            dist.all_to_all_single(recv, send, [len(slots) for slots in takes], [len(slots) for slots in gives])
+            dist.all_to_all_single(
+                recv, send, [len(slots) for slots in takes], [len(slots) for slots in gives], group=self._torch
+            )
         self._slots_SB[[slot for slots in takes for slot in slots]] = recv
         self.traffic.weight_bytes += send.numel()
 
@@ -161,7 +167,7 @@ class GlooExchange(Exchange):
         send = torch.cat([sizes, counts_E.expand(self.ranks, -1)], dim=1)
         recv = torch.empty_like(send)
         with self.group.blame("agreeing on the plan"):
-            dist.all_to_all_single(recv, send)
+            dist.all_to_all_single(recv, send, group=self._torch)
         self.traffic.wire_bytes += (self.ranks - 1) * send.shape[1] * 8
         odd = [r for r in range(self.ranks) if int(recv[r, 1]) != digest]
         if odd:

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,7 +59,10 @@ class Group:
         rank, ranks: this process and how many there are.
         deadline_s: how long any wait on the others may take, seconds.
         peers: where every rank runs.
+        process_group: what torch's collectives run in; None for the default one.
     """
+
+    process_group: dist.ProcessGroup | None = None
 
     def __init__(self, *, rank: int, ranks: int, store: dist.Store, deadline_s: float = DEADLINE_S) -> None:
         """Join the group; returns when every rank has joined.
@@ -76,15 +79,13 @@ class Group:
         self._roll: RollCall | None = None
         self._silent: set[int] = set()
         self.peers: list[Peer] = []
-        me = _this_process()
-        self._store.set(f"peer/{rank}", json.dumps({"pid": me.pid, "host": me.host, "started": me.started}))
-        self.peers = [Peer(**json.loads(text)) for text in self._from_all("peer", "joining the group")]
+        self._store.set(f"peer/{rank}", describe_this_process())
+        self.peers = read_peers(self._from_all("peer", "joining the group"))
         with self.blame("joining the group"):
             dist.init_process_group(
                 "gloo", store=self._store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline_s)
             )
-        if self.hosts.hosts > 1:
-            self._roll = RollCall(self._store, rank, ranks)
+        self._watch_other_hosts()
 
     @property
     def store(self) -> dist.Store:
@@ -156,9 +157,7 @@ class Group:
 
     def close(self) -> None:
         """Leave the group. Safe to call twice and after an error."""
-        if self._roll is not None:
-            self._roll.leave(self._silent)
-            self._roll = None
+        self._leave_roll()
         if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -170,6 +169,15 @@ class Group:
             RankLostError: a rank died or was stopped, or did not come within `PATIENCE_S`.
         """
         self.share("here", during, max(PATIENCE_S, self.deadline_s))
+
+    def _watch_other_hosts(self) -> None:
+        if self.hosts.hosts > 1:
+            self._roll = RollCall(self._store, self.rank, self.ranks)
+
+    def _leave_roll(self) -> None:
+        if self._roll is not None:
+            self._roll.leave(self._silent)
+            self._roll = None
 
     def _from_all(self, key: str, during: str, limit_s: float | None = None) -> list[str]:
         """Every rank's value of `key`, waiting for the late ones up to the deadline or `limit_s`."""
@@ -292,9 +300,15 @@ def _host_identity() -> str:
     return f"{socket.gethostname()}/unknown"
 
 
-def _this_process() -> Peer:
+def describe_this_process() -> str:
+    """Where this rank runs, as text for `read_peers` of the others."""
     status = _proc_stat(os.getpid())
-    return Peer(pid=os.getpid(), host=_host_identity(), started=status[1] if status else "")
+    return json.dumps({"pid": os.getpid(), "host": _host_identity(), "started": status[1] if status else ""})
+
+
+def read_peers(texts: Iterable[str]) -> list[Peer]:
+    """Where every rank runs, from what each said of itself."""
+    return [Peer(**json.loads(text)) for text in texts]
 
 
 def gather_objects(group: Group, value: Any) -> list[Any] | None:

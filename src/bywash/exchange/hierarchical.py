@@ -30,8 +30,9 @@ from bywash.exchange.group import Group
 from bywash.exchange.host_map import HostMap
 from bywash.exchange.inner_leg import InnerLeg
 from bywash.exchange.names import Combine
-from bywash.exchange.node_leg import SCHEDULES, Message, NodeLeg, Schedule, Transfer
+from bywash.exchange.node_leg import Message, NodeLeg, Transfer
 from bywash.exchange.node_rows import NodeRows, Outputs
+from bywash.exchange.node_schedule import NodeSchedule
 from bywash.routing import Routing
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +80,7 @@ class HierarchicalExchange(Exchange):
         group: Group,
         *,
         combine_mode: Combine = "exact",
-        schedule: Schedule = "together",
+        schedule: str = "together",
         hosts: HostMap | None = None,
     ) -> None:
         """Prepare; shared memory is opened by the first step, when its shape is known.
@@ -87,18 +88,16 @@ class HierarchicalExchange(Exchange):
         Args:
             group: the ranks. Its `deadline_s` bounds every wait, its `hosts` says who shares one.
             combine_mode: see `Exchange`. `stable` gives the bits of the other exchanges' `stable`.
-            schedule: of the node leg; see `node_leg`.
+            schedule: of the node leg; see `NodeSchedule.parse`.
             hosts: ranks to treat as hosts, each of one real host; by default the real ones.
 
         Raises:
             ConfigError: unknown schedule, or too many ranks on a host.
         """
         super().__init__(rank=group.rank, ranks=group.ranks, combine_mode=combine_mode)
-        if schedule not in SCHEDULES:
-            raise ConfigError(f"schedule = {schedule!r}: choose one of {', '.join(SCHEDULES)}")
-        self.group, self.hosts, self._schedule = group, hosts or group.hosts, schedule
+        self.group, self.hosts, self._schedule = group, hosts or group.hosts, NodeSchedule.parse(schedule)
         self._here = self.hosts.host_R[self.rank]
-        self._leg = NodeLeg(group, self.hosts, schedule)
+        self._leg = NodeLeg(group, self.hosts, self._schedule)
         self._gateways, self._sources = self.hosts.gateways(self.rank), self.hosts.sources(self.rank)
         self._weights = GlooExchange(group)  # copies weights into slots: rare, and each copy has one target
         self._inner: InnerLeg | None = None
@@ -222,7 +221,7 @@ class HierarchicalExchange(Exchange):
         if self._closed:
             raise ConfigError("exchange hierarchical: closed; open a new one")
         if self._inner is None:
-            facts = {"--exchange": self.name, "--combine": self.combine_mode, "schedule": self._schedule}
+            facts = {"--exchange": self.name, "--combine": self.combine_mode, "--node-schedule": str(self._schedule)}
             self.group.agree(**facts, experts=experts, hosts=self.hosts.members)
             most = max(len(self.hosts.sources(rank)) for rank in self.hosts.members[self._here])
             self._inner = InnerLeg(

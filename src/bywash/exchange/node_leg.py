@@ -1,26 +1,21 @@
 """The leg of the `hierarchical` exchange between hosts: messages to and from ranks of other hosts.
 
 torch.distributed carries them, gloo between CPU hosts. Messages of one kind between two ranks arrive in the order they
-were sent. Knows nothing of what is in them, nor of ranks of this host.
-
-Schedules: `together` begins everything at once, which is shortest on a network that takes it. `rotated` goes through
-the other hosts in turn, in every phase one host to send to and another to receive from, so that no host is sent to by
-two at a time (no incast); each phase ends before the next begins.
+were sent. `node_schedule` says what leaves when. Knows nothing of what is in the messages, nor of ranks of this host.
 """
 
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bywash.exchange.group import Group
 from bywash.exchange.host_map import HostMap
-
-Schedule = Literal["together", "rotated"]
-SCHEDULES: tuple[Schedule, ...] = ("together", "rotated")
+from bywash.exchange.node_schedule import NodeSchedule, Piece, cut, pieces
 
 
 class Message(IntEnum):
@@ -38,16 +33,20 @@ class Transfer:
 
     Attributes:
         message: their kind.
-        parts: what goes to which rank; empty ones are not sent.
+        parts: what goes to which rank, contiguous; empty ones are not sent.
         into: where what comes from which rank is put.
-        rotate: whether phases wait for each other.
+        schedule: of the sends.
+        began: when, on the monotonic clock.
+        later: what has still to be sent.
         works: what has begun, by rank.
     """
 
     message: Message
     parts: dict[int, Tensor]
     into: dict[int, Tensor]
-    rotate: bool
+    schedule: NodeSchedule
+    began: float = field(default_factory=time.monotonic)
+    later: list[Piece] = field(default_factory=list)
     works: list[tuple[int, dist.Work]] = field(default_factory=list)
 
 
@@ -58,21 +57,30 @@ class NodeLeg:
         sent_bytes: what has been sent, without headers of gloo, TCP or below.
     """
 
-    def __init__(self, group: Group, hosts: HostMap, schedule: Schedule) -> None:
+    def __init__(self, group: Group, hosts: HostMap, schedule: NodeSchedule) -> None:
         self._group, self._hosts = group, hosts
-        self._rotate = schedule == "rotated" and hosts.hosts > 2
+        self._schedule = schedule if hosts.hosts > 2 or schedule.name == "paced" else NodeSchedule()
+        self._per_host = len(hosts.neighbours(group.rank))
         self.sent_bytes = 0
 
     def begin(self, message: Message, parts: dict[int, Tensor], into: dict[int, Tensor], during: str) -> Transfer:
-        """Begin to send contiguous `parts` and to fill `into`, by rank. Small kinds go at once, whatever the schedule.
+        """Begin to send `parts` and to fill `into`, by rank. Small kinds go at once, whatever the schedule.
 
         Raises:
             RankLostError: a rank is lost.
         """
-        rotate = self._rotate and message in (Message.ROWS, Message.OUTPUTS)
-        transfer = Transfer(message=message, parts=parts, into=into, rotate=rotate)
+        large = message in (Message.ROWS, Message.OUTPUTS)
+        schedule = self._schedule if large else NodeSchedule()
+        transfer = Transfer(message=message, parts=parts, into=into, schedule=schedule)
         self.sent_bytes += sum(part.nbytes for part in parts.values())
-        self._post(transfer, 1, during)
+        distances = {rank: self._distance(self._group.rank, rank) for rank in parts}
+        sizes = {rank: part.nbytes for rank, part in parts.items()}
+        transfer.later = pieces(schedule, sizes, distances, self._per_host)
+        if schedule.name == "rotated":
+            self._begin_turn(transfer, 1, during)
+        else:  # a receiver tells the sender that it is ready, and that word must not queue behind rows
+            self._receive(transfer, list(into), during)
+            self._send_what_is_due(transfer, during)
         return transfer
 
     def finish(self, transfer: Transfer, during: str) -> None:
@@ -81,33 +89,63 @@ class NodeLeg:
         Raises:
             RankLostError: a rank is lost, or later than the deadline.
         """
-        for phase in range(1, self._hosts.hosts) if transfer.rotate else (1,):
-            if phase > 1:
-                self._post(transfer, phase, during)
-            for rank, work in transfer.works:
-                with self._blame(rank, during):
-                    work.wait()
-            transfer.works.clear()
+        while transfer.later and transfer.schedule.name != "rotated":
+            time.sleep(max(0.0, transfer.began + transfer.later[0].due_s - time.monotonic()))
+            self._send_what_is_due(transfer, during)
+        self._wait(transfer, during)
+        if transfer.schedule.name == "rotated":
+            for turn in range(2, self._hosts.hosts):
+                self._begin_turn(transfer, turn, during)
+                self._wait(transfer, during)
 
     def trade(self, message: Message, parts: dict[int, Tensor], into: dict[int, Tensor], during: str) -> None:
         """`begin` and `finish`."""
         self.finish(self.begin(message, parts, into, during), during)
 
-    def _post(self, transfer: Transfer, phase: int, during: str) -> None:
-        """Receives first: a receiver tells the sender that it is ready, and that word must not queue behind rows."""
+    def _begin_turn(self, transfer: Transfer, turn: int, during: str) -> None:
+        """What goes to the host `turn` ahead of this one, and comes from the one as far behind."""
         me = self._group.rank
-        for call, messages, ours in ((dist.irecv, transfer.into, False), (dist.isend, transfer.parts, True)):
-            for rank, part in messages.items():
-                distance = self._distance(me, rank) if ours else self._distance(rank, me)
-                if part.numel() and (not transfer.rotate or distance == phase):
-                    with self._blame(rank, during):
-                        work = call(part, rank, tag=int(transfer.message))
-                    assert work is not None, "None is for ranks outside the group"
-                    transfer.works.append((rank, work))
+        self._receive(transfer, [rank for rank in transfer.into if self._distance(rank, me) == turn], during)
+        for piece in [piece for piece in transfer.later if self._distance(me, piece.rank) == turn]:
+            self._send(transfer, piece, during)
+
+    def _send_what_is_due(self, transfer: Transfer, during: str) -> None:
+        now = time.monotonic() - transfer.began
+        due = [piece for piece in transfer.later if piece.due_s <= now]
+        transfer.later = transfer.later[len(due) :]  # pieces are in the order of their times
+        for piece in due:
+            self._send(transfer, piece, during)
+
+    def _send(self, transfer: Transfer, piece: Piece, during: str) -> None:
+        part = _bytes(transfer.parts[piece.rank])[piece.start : piece.stop]
+        with self._blame(piece.rank, during):
+            work = dist.isend(part, piece.rank, tag=int(transfer.message))
+        assert work is not None, "None is for ranks outside the group"
+        transfer.works.append((piece.rank, work))
+
+    def _receive(self, transfer: Transfer, ranks: list[int], during: str) -> None:
+        for rank in ranks:
+            part = transfer.into[rank]
+            for start, stop in cut(part.nbytes, transfer.schedule):
+                with self._blame(rank, during):
+                    work = dist.irecv(_bytes(part)[start:stop], rank, tag=int(transfer.message))
+                assert work is not None, "None is for ranks outside the group"
+                transfer.works.append((rank, work))
+
+    def _wait(self, transfer: Transfer, during: str) -> None:
+        for rank, work in transfer.works:
+            with self._blame(rank, during):
+                work.wait()
+        transfer.works.clear()
 
     def _distance(self, source: int, target: int) -> int:
-        """The phase in which the host of `source` sends to that of `target`."""
+        """The turn in which the host of `source` sends to that of `target`."""
         return (self._hosts.host_R[target] - self._hosts.host_R[source]) % self._hosts.hosts
 
     def _blame(self, rank: int, during: str) -> AbstractContextManager[None]:
         return self._group.blame(f"{during}, between ranks {self._group.rank} and {rank}")
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """The same memory as bytes."""
+    return part.reshape(-1).view(torch.uint8)
