@@ -40,7 +40,9 @@ def layer(
     sequences: int = typer.Option(12, help="Sequences of each rank, dealt to the micro-batches."),
     sequence: int = typer.Option(32, help="Tokens of a sequence."),
     splits: str = typer.Option(
-        "2x1,3x1,1x4", help="Micro-batches x chunks of each schedule beside the serial one, with commas."
+        "2x1,3x1,1x4",
+        help="Micro-batches x chunks of each schedule beside the serial one, with commas; 1x1: one, in one piece, "
+        "beside its shared expert.",
     ),
     combine: str = typer.Option("exact", help="exact, stable or fast."),
     rounds: int = typer.Option(5, "-n", "--rounds", help="Rounds, each of which measures everything once."),

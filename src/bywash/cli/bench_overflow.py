@@ -23,7 +23,7 @@ def overflow(
     slots: Annotated[int, typer.Option(help="slots for foreign experts on each rank, shared by all layers")] = 4,
     policy: Annotated[str, typer.Option(help="bywash, refetch, none, eplb or llep")] = "bywash",
     rows: Annotated[int, typer.Option(help="rows that each rank sends in a step (tokens x top-k), for counts")] = 32768,
-    alpha: Annotated[float, typer.Option(help="load that a rank keeps, as a multiple of its fair share")] = 1.0,
+    alpha: Annotated[float, typer.Option(help="load a rank keeps, times its fair share; 1: as even as can be")] = 1.0,
     capacity: Annotated[int, typer.Option(help="most rows of one expert on a rank at once; 0 for no limit")] = 0,
     break_even: Annotated[int, typer.Option(help="rows below which no weights are copied")] = 1,
     rearrange: Annotated[bool, typer.Option(help="place experts by these counts first, instead of in blocks")] = False,

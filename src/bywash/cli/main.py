@@ -5,7 +5,7 @@ import sys
 import typer
 
 from bywash import __version__
-from bywash.cli import bench, bench_layer, bench_overflow, doctor, fabric, plan_memory, run, trace
+from bywash.cli import bench, bench_layer, bench_overflow, doctor, fabric, plan, report, run, trace
 from bywash.cli.output import OutputClosedError, drop_stdout, fill_closed_streams, printing
 from bywash.errors import BywashError
 
@@ -20,8 +20,9 @@ app.add_typer(trace.app, name="trace")
 bench.app.command("layer")(bench_layer.layer)
 bench.app.command("overflow")(bench_overflow.overflow)
 app.add_typer(bench.app, name="bench")
-app.add_typer(plan_memory.app, name="plan")
+app.add_typer(plan.app, name="plan")
 app.add_typer(fabric.app, name="fabric")
+app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 
 _INTERRUPTED = 130

@@ -1,25 +1,18 @@
-"""`bywash plan memory`: what every buffer of one rank takes, fixed before the first step."""
+"""`bywash plan memory`: what every buffer of one rank takes, fixed before the first step. Registered by `cli.plan`."""
 
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from bywash.cli.limits import ALPHA_HELP, DEFAULT_ALPHA
 from bywash.cli.output import STDOUT, printing, writable, write_json
 from bywash.errors import ConfigError
-
-app = typer.Typer(no_args_is_help=True, help="Plan a deployment: what it needs and what it gives.")
 
 _LINE = "{:<13} {:>16}  {}"
 _MOST = 1 << 24
 
 
-@app.callback()
-def _group() -> None:
-    """Keep `memory` a sub-command while it is the only one."""
-
-
-@app.command("memory")
 def memory(
     hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
     intermediate: Annotated[int, typer.Option(help="intermediate size of an expert")] = 2048,
@@ -30,7 +23,7 @@ def memory(
     tokens: Annotated[int, typer.Option(help="most tokens of a rank in a step")] = 4096,
     slots: Annotated[int, typer.Option(help="slots for foreign experts on each rank, shared by all layers")] = 4,
     capacity: Annotated[float, typer.Option(help="most rows of an expert at once, times the mean; 0 for no cap")] = 2.0,
-    alpha: Annotated[float, typer.Option(help="load that a rank keeps, as a multiple of its fair share")] = 1.0,
+    alpha: Annotated[float, typer.Option(help=ALPHA_HELP)] = DEFAULT_ALPHA,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     combine: Annotated[str, typer.Option(help="exact, stable or fast")] = "fast",
     json_file: Annotated[str | None, typer.Option("--json", help="write the buffers here; - prints them")] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 
-from bywash.cli.limits import check_deadline, check_link
+from bywash.cli.limits import ALPHA_HELP, DEFAULT_ALPHA, check_deadline, check_link
 from bywash.cli.output import STDOUT, printing, replaceable, writable, write_json
 from bywash.cli.units import parse_link
 from bywash.errors import BywashError, ConfigError
@@ -23,11 +23,8 @@ DEFAULT_RANKS = 4
 DEFAULT_TOKENS = 48
 _MOST_SLOTS = 4096
 RANKS_HELP = "Local processes to start (default: 4; under torchrun its world size)."
-DEFAULT_ALPHA = 1.1
-"""Decode at 1.0 chases noise: most of what it fetches serves one step."""
 SLOTS_HELP = "Room on each rank for weights of other ranks' experts, so that rows may leave a busy home."
 CAPACITY_HELP = "Most rows of an expert at once, times the mean in prefill; the rest waits or leaves. 0: no cap."
-ALPHA_HELP = f"Load that a rank keeps, as a multiple of its fair share (default: {DEFAULT_ALPHA})."
 DEFAULT_PROMPTS = (
     "An error is raised if the file",
     "If the name is not found in the table,",
@@ -64,14 +61,18 @@ class RunRequest:
     json: str | None = None
     deadline: float = 60.0
     overlap: str = "off"
+    node_schedule: str = "together"
     timeline: str | None = None
     slots: int = 0
     capacity_factor: float = 0.0
     alpha: float | None = None
     break_even: int | None = None
+    plan: str | None = None
+    home: tuple[int, ...] = ()
 
 
 def run(
+    context: typer.Context,
     model: str = typer.Option(
         DEFAULT_MODEL, help="Checkpoint directory (config.json + safetensors), or a name (docs/run.md)."
     ),
@@ -103,7 +104,12 @@ def run(
     ),
     overlap: str = typer.Option(
         "off",
-        help="Compute while rows travel: microbatch (several in turn), tile (chunks of one), off, or auto.",
+        help="Compute while rows travel: microbatch (several in turn), tile (chunks of one), shared (one, beside "
+        "its shared expert), off, or auto.",
+    ),
+    node_schedule: str = typer.Option(
+        "together",
+        help="Order of sending between hosts: together, rotated, staggered:GBPS or paced:GBPS (docs/hosts.md).",
     ),
     timeline: str | None = typer.Option(
         None, help="Write when each stage ran to this file, for Perfetto or chrome://tracing (.json)."
@@ -113,33 +119,41 @@ def run(
     alpha: float | None = typer.Option(None, help=ALPHA_HELP),
     break_even: int | None = typer.Option(None, help="Rows below which no weights are copied (default: 1)."),
     deadline: float = typer.Option(60.0, help="Seconds any wait on another rank may take."),
+    plan: str | None = typer.Option(None, help="plan.yaml of `bywash plan`; options given here go before it."),
+    group: str = typer.Option("", help="Group of the plan (default: its first)."),
 ) -> None:
     """Run a MoE model with its experts spread over processes, and report what moved."""
-    start_run(
-        RunRequest(
-            model=model,
-            ranks=ranks,
-            prompts=collect_prompts(prompt, prompt_ids, prompts, topic),
-            tokens=tokens,
-            micro_batch=micro_batch,
-            exchange=exchange,
-            combine=combine,  # type: ignore[arg-type]
-            link=link,
-            latency=latency,
-            dtype=dtype,
-            speeds=_numbers(speeds, "--speeds") if speeds else (),
-            check=check,
-            trace=trace,
-            json=json_file,
-            deadline=deadline,
-            overlap=overlap,
-            timeline=timeline,
-            slots=slots,
-            capacity_factor=capacity_factor,
-            alpha=alpha,
-            break_even=break_even,
-        )
+    request = RunRequest(
+        model=model,
+        ranks=ranks,
+        prompts=collect_prompts(prompt, prompt_ids, prompts, topic),
+        tokens=tokens,
+        micro_batch=micro_batch,
+        exchange=exchange,
+        combine=combine,  # type: ignore[arg-type]
+        link=link,
+        latency=latency,
+        dtype=dtype,
+        speeds=_numbers(speeds, "--speeds") if speeds else (),
+        check=check,
+        trace=trace,
+        json=json_file,
+        deadline=deadline,
+        overlap=overlap,
+        node_schedule=node_schedule,
+        timeline=timeline,
+        slots=slots,
+        capacity_factor=capacity_factor,
+        alpha=alpha,
+        break_even=break_even,
     )
+    if plan is not None:
+        from bywash.cli.run_plan import under_plan
+
+        request = under_plan(request, plan, group, context)
+    elif group:
+        raise ConfigError(f"--group {group}: is of a plan; give --plan too")
+    start_run(request)
 
 
 def start_run(request: RunRequest) -> None:
@@ -178,6 +192,7 @@ def rank_main(request: RunRequest, rank: int, ranks: int, store: Any) -> None:
 def _check_request(request: RunRequest) -> None:
     """What can be refused before anything is started."""
     from bywash.exchange import COMBINES, EXCHANGES
+    from bywash.exchange.node_schedule import NodeSchedule
     from bywash.moe.pipeline import MODES
 
     choices = {
@@ -192,6 +207,7 @@ def _check_request(request: RunRequest) -> None:
     for name in ("tokens", "micro_batch"):
         if getattr(request, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(request, name)}: must be at least 1")
+    NodeSchedule.parse(request.node_schedule)
     _check_overflow(request)
     check_deadline(request.deadline)
     check_link(parse_link(request.link, request.latency), request.deadline)
@@ -315,12 +331,14 @@ def _job_options(request: RunRequest) -> "JobOptions":
         link=parse_link(request.link, request.latency),
         dtype=request.dtype,
         speeds=request.speeds,
+        home=request.home,
         stop_ids=stop_ids(directory, config),
         deadline_s=request.deadline,
         check=request.check,
         trace=request.trace is not None,
         topics=tuple(topic for _, topic in request.prompts if topic is not None),
         overlap=request.overlap,
+        node_schedule=request.node_schedule,
         timeline=request.timeline is not None,
         overflow=_overflow_options(request),
     )

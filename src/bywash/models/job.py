@@ -23,6 +23,7 @@ from bywash.exchange import Combine, DeviceKind, Exchange, Group, Link, Traffic,
 from bywash.models.checkpoint import fingerprint, weight_files
 from bywash.models.families import family_of
 from bywash.models.generate import Generation, Observer, generate, make_micro_batches
+from bywash.models.job_metrics import job_metrics
 from bywash.models.loader import DTYPES, gated_experts, load_model, read_config
 from bywash.models.overflow import OverflowOptions, OverflowResult
 from bywash.models.overlap import JobShape, Overlap, overlap_for
@@ -51,8 +52,11 @@ class JobOptions:
     trace: bool
     topics: tuple[str, ...] = ()
     overlap: str = "off"
+    node_schedule: str = "together"
     timeline: bool = False
     overflow: OverflowOptions | None = None
+    home: tuple[int, ...] = ()
+    """The rank that owns each expert, in every layer; () shares experts out by `speeds`."""
     device: DeviceKind | None = None
     """Where the model runs; None leaves it to `job_device`."""
 
@@ -135,7 +139,9 @@ def run_job(options: JobOptions, group: Group | None, watch: "Watch | None" = No
         group.meet("loading weights")
     load_s = time.monotonic() - start
     name = options.exchange if ranks > 1 else "auto"
-    exchange = open_exchange(name, group, combine_mode=options.combine, link=options.link, device=kind)
+    exchange = open_exchange(
+        name, group, combine_mode=options.combine, link=options.link, device=kind, node_schedule=options.node_schedule
+    )
     try:
         result = _generate(options, stages, exchange, placement, watch, device)
     finally:
@@ -224,7 +230,7 @@ def _generate(
 ) -> RankResult:
     layers = [layer.index for layer in stages.moe_layers]
     recorder = _recorder(options, stages, layers) if options.trace else None
-    pool = _slot_pool(options, stages, exchange)
+    pool = _slot_pool(options, stages, exchange, placement)
     experts = {
         layer.index: ExpertParallel(
             exchange=exchange,
@@ -238,19 +244,20 @@ def _generate(
     meter = _Meter(options, {layer: i for i, layer in enumerate(layers)}, exchange.ranks, watch, recorder)
     overlap = _overlap(options, stages, exchange.ranks)
     watch.phase("generating")
-    generation = generate(
-        stages,
-        experts,
-        make_micro_batches(options.prompts, options.micro_batch, exchange.rank, exchange.ranks, device),
-        new_tokens=options.new_tokens,
-        stop_ids=frozenset(options.stop_ids),
-        keep_logits=options.check,
-        check_router=options.check,
-        prefill=overlap.prefill,
-        decode=overlap.decode,
-        deadline_s=options.deadline_s,
-        observer=Observer(on_step=meter.on_step, on_layer=meter.on_layer, on_spans=meter.on_spans),
-    )
+    with job_metrics(exchange, pool):
+        generation = generate(
+            stages,
+            experts,
+            make_micro_batches(options.prompts, options.micro_batch, exchange.rank, exchange.ranks, device),
+            new_tokens=options.new_tokens,
+            stop_ids=frozenset(options.stop_ids),
+            keep_logits=options.check,
+            check_router=options.check,
+            prefill=overlap.prefill,
+            decode=overlap.decode,
+            deadline_s=options.deadline_s,
+            observer=Observer(on_step=meter.on_step, on_layer=meter.on_layer, on_spans=meter.on_spans),
+        )
     ends = [*meter.began[1:], time.monotonic()]
     watch.step(options.new_tokens, options.new_tokens)
     return RankResult(
@@ -276,7 +283,7 @@ def _generate(
     )
 
 
-def _slot_pool(options: JobOptions, stages: LanguageModel, exchange: Exchange) -> SlotPool | None:
+def _slot_pool(options: JobOptions, stages: LanguageModel, exchange: Exchange, placement: Placement) -> SlotPool | None:
     if options.overflow is None:
         return None
     limits = options.overflow.limits(
@@ -286,7 +293,19 @@ def _slot_pool(options: JobOptions, stages: LanguageModel, exchange: Exchange) -
         speeds=options.speeds,
     )
     slots, layers = options.overflow.slots, len(stages.moe_layers)
-    return SlotPool(exchange, limits, slots=slots, experts=stages.num_experts, layers=layers)
+    most_pairs = MOST_ROWS
+    if options.overflow.capacity_factor:  # a capacity for each expert that a rank has, at home or in a slot
+        own = int(np.bincount(placement.home_E).max())
+        most_pairs = max((own + slots) * limits.capacity, exchange.ranks * stages.top_k)
+    return SlotPool(
+        exchange,
+        limits,
+        slots=slots,
+        experts=stages.num_experts,
+        layers=layers,
+        most_pairs=most_pairs,
+        ahead_pairs=len(options.prompts) * stages.top_k,
+    )
 
 
 def _overflow_result(pool: SlotPool | None) -> OverflowResult | None:
@@ -322,6 +341,10 @@ def _recorder(options: JobOptions, stages: LanguageModel, layers: list[int]) -> 
 
 
 def _placement(options: JobOptions, num_experts: int, ranks: int) -> Placement:
+    if options.home:
+        if len(options.home) != num_experts:
+            raise ConfigError(f"--plan: places {len(options.home)} experts, the model has {num_experts}")
+        return Placement(home_E=np.array(options.home, np.int32), ranks=ranks)
     if not options.speeds:
         return Placement.equal(num_experts, ranks)
     if len(options.speeds) != ranks:
@@ -331,7 +354,13 @@ def _placement(options: JobOptions, num_experts: int, ranks: int) -> Placement:
 
 def _facts(options: JobOptions, directory: Path) -> dict[str, Any]:
     """What must be equal on all ranks, under names an operator knows."""
-    flags = {"new_tokens": "--tokens", "deadline_s": "--deadline", "topics": "--topic", "stop_ids": "stop ids"}
+    flags = {
+        "new_tokens": "--tokens",
+        "deadline_s": "--deadline",
+        "topics": "--topic",
+        "stop_ids": "stop ids",
+        "home": "--plan",
+    }
     flags["overflow"] = "--slots, --capacity-factor, --alpha, --break-even"
     flags["device"] = "where the model runs"
     values = asdict(options)

@@ -113,12 +113,18 @@ def _leaves(topology: Topology) -> tuple[IntArray, dict[int, float]]:
 
 
 def moe_flows(
-    layers: Sequence[LayerBytes], wire: Wire, *, schedule: Schedule, compute: Compute, barrier: Barrier = "host"
+    layers: Sequence[LayerBytes],
+    wire: Wire,
+    *,
+    schedule: Schedule,
+    compute: Compute,
+    barrier: Barrier = "host",
+    qps_per_pair: int = 1,
 ) -> Flows:
     """Dispatch and combine of all layers in sequence, as the fabric's traffic.
 
     Queue pairs, and with them their rate state, persist over layers; except with `paced`, where every exchange has
-    its own, since a queue pair has one pace.
+    its own, since a queue pair has one pace. A message is split evenly over `qps_per_pair`, which ECMP hashes apart.
 
     Raises:
         ConfigError: hosts of the topology and of the matrices differ, an unknown schedule, or nothing to send.
@@ -132,30 +138,31 @@ def moe_flows(
                 f"ranks = {bytes_HH.shape[0]}: the topology has {wire.topology.hosts} hosts; they must agree"
             )
         gap_us = compute.experts_us if phase % 2 else compute.attention_us
-        parts.append(_exchange(bytes_HH, wire, schedule, phase, gap_us))
+        parts.append(_exchange(bytes_HH, wire, schedule, phase, gap_us, qps_per_pair))
     flows = join(parts, barrier)
     if not flows.count:
         raise ConfigError("traffic: no row leaves its server; there is nothing to simulate")
     return flows
 
 
-def _exchange(bytes_HH: IntArray, wire: Wire, schedule: Schedule, phase: int, gap_us: float) -> Flows:
+def _exchange(bytes_HH: IntArray, wire: Wire, schedule: Schedule, phase: int, gap_us: float, qps: int) -> Flows:
     gbps = min(wire.topology.host_gbps(host) for host in range(wire.topology.hosts))
     sizes = bytes_HH[bytes_HH > 0]
     mean_us = wire.wire_us(float(sizes.mean()), gbps) if sizes.size else 0.0
     if schedule == "rotated":
-        return from_matrix(
-            bytes_HH, schedule="rotated", active=active_flows(mean_us, wire.rtt_us), phase=phase, gap_us=gap_us
-        )
+        active = active_flows(mean_us, wire.rtt_us)
+        return from_matrix(bytes_HH, schedule="rotated", active=active, phase=phase, gap_us=gap_us, qps_per_pair=qps)
     if schedule == "staggered":
-        return from_matrix(bytes_HH, schedule="staggered", step_us=mean_us, phase=phase, gap_us=gap_us)
-    flows = from_matrix(bytes_HH, phase=phase, gap_us=gap_us)
+        return from_matrix(
+            bytes_HH, schedule="staggered", step_us=mean_us, phase=phase, gap_us=gap_us, qps_per_pair=qps
+        )
+    flows = from_matrix(bytes_HH, phase=phase, gap_us=gap_us, qps_per_pair=qps)
     if schedule != "paced" or not flows.count:
         return flows
     # Each message at the rate at which it ends with the busiest link. Wire rates, as the NIC paces frames.
     span_us = wire.bound_us(bytes_HH) - wire.rtt_us
     rate_gbps_F = np.array([wire.wire_us(size, 1.0) for size in flows.bytes_F.tolist()]) / span_us
-    return replace(flows, rate_gbps_F=rate_gbps_F, qp_F=np.full(flows.count, phase))
+    return replace(flows, rate_gbps_F=rate_gbps_F, qp_F=flows.qp_F + phase * qps)
 
 
 def active_flows(mean_us: float, rtt_us: float) -> int:

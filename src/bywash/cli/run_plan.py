@@ -1,0 +1,50 @@
+"""`bywash run --plan`: what a plan decided for a group, put into the request of a run.
+
+Taken over: ranks, placement, speeds, slots with their limits, overlap, exchange, combine and micro-batch. What a person
+gives on the command line goes before the plan. tp, schedules between NICs and switch settings are for engines and
+fabrics; a run has none of them. Called by `cli.run`.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import typer
+
+from bywash.cli.run import RunRequest
+from bywash.errors import ConfigError
+
+
+def under_plan(request: RunRequest, path: str, group: str, context: typer.Context) -> RunRequest:
+    """The request with what the plan says.
+
+    Raises:
+        ConfigError: no such plan or group, or an option that contradicts the plan's placement.
+    """
+    from bywash.planner.output.plan_file import load_plan_file
+
+    chosen = load_plan_file(path).group(group)
+    wanted: dict[str, Any] = {
+        "ranks": chosen.ranks,
+        "exchange": chosen.exchange,
+        "combine": chosen.combine,
+        "micro_batch": chosen.micro_batch,
+        "overlap": chosen.overlap,
+        "slots": chosen.slots,
+        "capacity_factor": chosen.capacity_factor,
+        "speeds": tuple(chosen.speeds),
+        "alpha": chosen.alpha if chosen.slots else None,
+        "break_even": chosen.break_even if chosen.slots else None,
+    }
+    given = {one.name for one in fields(request) if _given(context, one.name)}
+    if "ranks" in given and request.ranks != chosen.ranks:
+        raise ConfigError(f"--ranks {request.ranks}: the plan places experts on {chosen.ranks} ranks; leave it out")
+    if "speeds" in given:
+        raise ConfigError("--speeds: the plan has its own placement; leave out --speeds or --plan")
+    taken = {name: value for name, value in wanted.items() if name not in given}
+    return replace(request, plan=path, home=tuple(chosen.home), **taken)
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"

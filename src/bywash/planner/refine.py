@@ -1,0 +1,204 @@
+"""The search's second round: exchanges of the best deployments, packet by packet, and prices made anew with them.
+
+Called by `search`; deterministic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from bywash.planner.candidate import Outcome, Problem, batches
+from bywash.planner.cluster import Cluster
+from bywash.planner.cost import GroupCost
+from bywash.planner.deployment import Deployment, kind_of, moved, within_target
+from bywash.planner.moe_traffic import LayerBytes
+from bywash.planner.network import Sending, Simulated
+from bywash.planner.tasks import Progress, run_tasks
+from bywash.planner.wire import layer_bytes_of, with_simulation
+
+MOST_SIMULATED, MOST_FINAL = 12, 4
+SHARED = 0.05
+"""Groups that take so much longer together than alone share links; less is noise of what was simulated."""
+FIRST_SENDINGS = (Sending(schedule="at-once"), Sending(schedule="at-once", qps=8))
+OTHER_SENDINGS = (
+    Sending(schedule="at-once", qps=4),
+    Sending(schedule="rotated", qps=8),
+    Sending(schedule="paced", qps=8),
+)
+"""A group's rails have few messages, and ECMP puts a queue pair on one path: split over several, they spread."""
+
+Known = dict[tuple[Any, ...], tuple[Outcome, dict[str, Simulated]]]
+"""Kind of group -> its outcome with simulated exchanges, and these by phase."""
+Runs = dict[tuple[tuple[int, ...], str], Simulated]
+"""(hosts of a group, phase) -> its exchange."""
+
+
+def refine(
+    cluster: Cluster, problem: Problem, ranked: Sequence[Deployment], jobs: int, progress: Progress | None
+) -> tuple[list[Deployment], dict[tuple[tuple[int, ...], str], Simulated]]:
+    """Simulate deployments until none that was not simulated could win.
+
+    A bound is the least time between hosts, so that a deployment priced with it promises at least what it can give. The
+    best one is then simulated with all of its groups at once; if that makes another one better, that one is too.
+    """
+    known: Known = {}
+    waiting = [one for one in ranked if one.feasible]
+    front: list[Deployment] = []
+    final: list[tuple[Deployment, Runs]] = []
+    while len(final) < MOST_FINAL:
+        while waiting and len(front) + len(final) < MOST_SIMULATED and _ahead(waiting[0], front, final):
+            taken = [waiting.pop(0)]
+            _refine_groups(cluster, problem, taken, FIRST_SENDINGS, known, jobs, progress)
+            front = sorted([*front, *_repriced(cluster, problem, taken, known)], key=_order)
+        if not front or (final and _order(min((one for one, _ in final), key=_order)) <= _order(front[0])):
+            break
+        best = [front.pop(0)]
+        _refine_groups(cluster, problem, best, OTHER_SENDINGS, known, jobs, progress)
+        best = _repriced(cluster, problem, best, known)
+        runs = _runs(cluster, best[0], known)
+        final.append((_together(problem, best[0], runs), runs))
+    final.sort(key=lambda one: _order(one[0]))
+    done = [one for one, _ in final] + front
+    rest = [one for one in ranked if all(one.label != other.label for other in done)]
+    return done + rest, final[0][1]
+
+
+def _order(one: Deployment) -> tuple[bool, float]:
+    return not one.feasible, -one.tokens_per_s
+
+
+def _ahead(one: Deployment, front: Sequence[Deployment], final: Sequence[tuple[Deployment, Runs]]) -> bool:
+    """Whether a deployment promises more than any that was simulated gives."""
+    return all(_order(one) < _order(other) for other in [*front, *(done for done, _ in final)])
+
+
+def _runs(cluster: Cluster, deployment: Deployment, known: Known) -> Runs:
+    found = {}
+    for one in deployment.outcomes:
+        hosts = one.candidate.group.hosts
+        for phase, run in known.get(kind_of(cluster, hosts), (one, {}))[1].items():
+            found[hosts, phase] = run
+    return found
+
+
+def _refine_groups(
+    cluster: Cluster,
+    problem: Problem,
+    front: Sequence[Deployment],
+    sendings: Sequence[Sending],
+    known: Known,
+    jobs: int,
+    progress: Progress | None,
+) -> None:
+    """Fill `known` with the best outcome of each kind of group under any way of sending that was simulated."""
+    kinds: dict[tuple[Any, ...], Outcome] = {}
+    for deployment in front:
+        for one in deployment.outcomes:
+            if len(one.candidate.group.members) > 1:
+                kinds.setdefault(kind_of(cluster, one.candidate.group.hosts), one)
+    if sendings == FIRST_SENDINGS:
+        kinds = {kind: one for kind, one in kinds.items() if kind not in known}
+    tasks = [(simulate_group, (problem, one, sending)) for one in kinds.values() for sending in sendings]
+    if not tasks:
+        return
+    done = iter(run_tasks("simulating exchanges", tasks, jobs, progress))
+    for kind in kinds:
+        for _ in sendings:
+            outcome, runs = next(done)
+            if kind not in known or _better(outcome, known[kind][0]):
+                known[kind] = (outcome, runs)
+
+
+def _better(one: Outcome, other: Outcome) -> bool:
+    return (one.feasible, one.tokens_per_s) > (other.feasible, other.tokens_per_s)
+
+
+def simulate_group(problem: Problem, outcome: Outcome, sending: Sending) -> tuple[Outcome, dict[str, Simulated]]:
+    """Price a group with its exchange simulated, one line for each phase; other batches may be better now."""
+    chosen = outcome.candidate
+    cost = GroupCost.of(problem, chosen.group, chosen.way)
+    assert problem.network is not None
+    assert cost.traffic is not None
+    assert cost.exchange is not None
+    runs, lines = {}, {}
+    for phase in ("decode", "prefill"):
+        tokens = float(cost.tokens_of(phase, chosen.sequences))
+        run = problem.network.simulate(layer_bytes_of(problem.model, cost.traffic, tokens), sending)
+        runs[phase] = run
+        lines[phase] = with_simulation(cost.exchange, run, tokens, problem.network.rtt_us)
+    cost = replace(cost, exchange=lines["decode"], prefill_exchange=lines["prefill"], _known={})
+    priced = [cost.price(n, chosen.rule, sending) for n in _near(problem, chosen.sequences)]
+    feasible = [one for one in priced if one.feasible]
+    return max(feasible or priced, key=lambda one: one.tokens_per_s), runs
+
+
+def _near(problem: Problem, sequences: int) -> list[int]:
+    """The batch that was simulated and its neighbours."""
+    known = batches(problem)
+    at = known.index(sequences) if sequences in known else 0
+    return list(known[max(0, at - 2) : at + 2])
+
+
+def _repriced(
+    cluster: Cluster,
+    problem: Problem,
+    front: Sequence[Deployment],
+    known: Known,
+) -> list[Deployment]:
+    """The deployments with simulated figures where there are; a group that breaks a bound now goes idle."""
+    made = []
+    for deployment in front:
+        outcomes, idle = [], list(deployment.idle)
+        for one in deployment.outcomes:
+            hosts = one.candidate.group.hosts
+            kind = kind_of(cluster, hosts)
+            fresh = moved(known[kind][0], cluster, hosts) if kind in known else one
+            if fresh.feasible:
+                outcomes.append(fresh)
+            else:
+                idle.append((hosts, str(fresh.binding[0])))
+        made.append(within_target(replace(deployment, outcomes=tuple(outcomes), idle=tuple(idle)), problem))
+    return sorted(made, key=lambda one: (not one.feasible, -one.tokens_per_s))
+
+
+def _together(problem: Problem, winner: Deployment, simulated: Runs) -> Deployment:
+    """The winner with all of its groups sending at once: slower where they share links. `simulated` is brought up to
+    date; a group that breaks a bound now goes idle."""
+    groups = [one for one in winner.outcomes if (one.candidate.group.hosts, "decode") in simulated]
+    if len(groups) < 2:
+        return winner
+    assert problem.network is not None
+    costs = [GroupCost.of(problem, one.candidate.group, one.candidate.way) for one in groups]
+    for phase in ("decode", "prefill"):
+        layers = [_layers(cost, phase, one) for cost, one in zip(costs, groups)]
+        how_sent = simulated[groups[0].candidate.group.hosts, phase].sending
+        for one, (dispatch, combine) in zip(groups, problem.network.simulate_together(layers, how_sent)):
+            key = one.candidate.group.hosts, phase
+            alone = simulated[key]
+            if dispatch + combine > (1 + SHARED) * (alone.dispatch_us + alone.combine_us):
+                how = f"{alone.arithmetic}, {len(groups)} groups at once"
+                simulated[key] = replace(alone, dispatch_us=dispatch, combine_us=combine, arithmetic=how)
+    fresh = {one.candidate.group.hosts: _priced(cost, one, simulated) for cost, one in zip(costs, groups)}
+    outcomes = [fresh.get(one.candidate.group.hosts, one) for one in winner.outcomes]
+    idle = [(one.candidate.group.hosts, str(one.binding[0])) for one in outcomes if not one.feasible]
+    kept = tuple(one for one in outcomes if one.feasible)
+    return within_target(replace(winner, outcomes=kept, idle=(*winner.idle, *idle)), problem)
+
+
+def _layers(cost: GroupCost, phase: str, outcome: Outcome) -> tuple[LayerBytes, ...]:
+    assert cost.traffic is not None
+    tokens = float(cost.tokens_of(phase, outcome.candidate.sequences))
+    return layer_bytes_of(cost.problem.model, cost.traffic, tokens)
+
+
+def _priced(cost: GroupCost, outcome: Outcome, simulated: Runs) -> Outcome:
+    """The same choices with the exchanges as simulated."""
+    assert cost.exchange is not None
+    assert cost.problem.network is not None
+    chosen, lines = outcome.candidate, {}
+    for phase in ("decode", "prefill"):
+        tokens = float(cost.tokens_of(phase, chosen.sequences))
+        run = simulated[chosen.group.hosts, phase]
+        lines[phase] = with_simulation(cost.exchange, run, tokens, cost.problem.network.rtt_us)
+    ready = replace(cost, exchange=lines["decode"], prefill_exchange=lines["prefill"], _known={})
+    return ready.price(chosen.sequences, chosen.rule, chosen.sending)
