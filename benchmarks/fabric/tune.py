@@ -1,13 +1,16 @@
 """Tuning held against vendor defaults and the DCQCN paper on MoE traffic that the search has not seen.
 
-    python benchmarks/fabric/tune.py [--json OUT.json] [--jobs 2] [--full 3]
+    python benchmarks/fabric/tune.py --leaves 16 --tokens 512 --search 3 --heldout 6 --budget 60   # all 128 NICs
+    python benchmarks/fabric/tune.py --full 3              # search on a quarter of the fabric, then try it on all of it
 
-The fabric is examples/fabrics/two-spine.yaml cut to 4 of its 16 leaves (32 of 128 NICs), spines and cables as they are;
-thresholds stay within the bounds of the whole fabric. Traffic: one MoE layer a case, dispatch in fp8, combine in bf16,
-hidden 7168, 256 experts, top-8 of 4 of 8 groups, as DeepSeek-V3; 512, 1,024 or 2,048 tokens per rank; skew drawn with
-Zipf exponents of 0.43 to 0.58, or to match real counts given with --counts (JSON, see `bywash trace`). Searched on 6
-layers, judged on 12 others.
-`--full N` then runs N further layers on all 128 NICs, with nothing searched again.
+The fabric is examples/fabrics/two-spine.yaml, by default cut to 4 of its 16 leaves (32 of 128 NICs), spines and cables
+as they are; thresholds stay within the bounds of the whole fabric. Traffic: one MoE layer a case, dispatch in fp8,
+combine in bf16, hidden 7168, 256 experts, top-8 of 4 of 8 groups, as DeepSeek-V3; 512, 1,024 or 2,048 tokens per rank.
+
+Skew is drawn with Zipf exponents of 0.43 to 0.58, or to match real counts given with --counts (JSON, see `bywash
+trace`). Held-out layers are of another kind: exponents of 0.35 to 0.65, drawn from a seed of their own that nothing
+was designed on. `--heldout-counts FILE` judges on layers of such counts as well, `--full N` on N further layers on all
+128 NICs, both with nothing searched again.
 """
 
 import argparse
@@ -46,7 +49,8 @@ from bywash.routing.skew import zipf_popularity
 
 VALUES = Path(__file__).parents[2] / "examples" / "fabrics" / "two-spine.yaml"
 EXPERTS, ROUTER = 256, Router(top_k=8, groups=8, top_groups=4)
-EXPONENTS = (0.43, 0.58)
+EXPONENTS, HELDOUT_EXPONENTS = (0.43, 0.58), (0.35, 0.65)
+SEARCH_SEED, COUNTS_SEED = 1, 20_261_131
 
 
 def fabric_plan(leaves: int) -> FabricPlan:
@@ -55,7 +59,7 @@ def fabric_plan(leaves: int) -> FabricPlan:
     return make_plan(*parse_values(data))
 
 
-def counts_of(layers: int, path: Path | None, seed: int) -> np.ndarray:
+def counts_of(layers: int, path: Path | None, seed: int, exponents: tuple[float, float] = EXPONENTS) -> np.ndarray:
     """Expert counts [L, E]: of real layers drawn without repetition, or Zipf ones on random experts."""
     rng = np.random.default_rng(seed)
     if path is not None:
@@ -63,7 +67,7 @@ def counts_of(layers: int, path: Path | None, seed: int) -> np.ndarray:
         if layers > len(counts_LE):
             raise ConfigError(f"--counts {path}: has {len(counts_LE)} layers; --search and --heldout need {layers}")
         return counts_LE[rng.permutation(len(counts_LE))[:layers]]
-    return np.stack([rng.permutation(zipf_popularity(EXPERTS, rng.uniform(*EXPONENTS))) for _ in range(layers)])
+    return np.stack([rng.permutation(zipf_popularity(EXPERTS, rng.uniform(*exponents))) for _ in range(layers)])
 
 
 def layer_cases(plan: FabricPlan, counts_LE: np.ndarray, sizes: list[int], seed: int, name: str) -> list[Case]:
@@ -96,57 +100,73 @@ def skew(cases: list[Case], hosts: int) -> tuple[float, float, float]:
     return min(ratios), float(np.mean(ratios)), max(ratios)
 
 
-def whole_fabric(tuning: Tuning, counts_LE: np.ndarray, tokens: int, jobs: int) -> list[Row]:
-    """The same settings on all 128 NICs: what was learnt on a quarter of the fabric, tried on all of it."""
-    plan, layers = fabric_plan(16), len(counts_LE)
-    cases = layer_cases(plan, counts_LE, [tokens], 3000, "whole fabric, layer")
-    print(f"\nall 128 NICs, {layers} further layers, {tokens:,} tokens per rank", flush=True)
-    print("receive skew {:.2f} / {:.2f} / {:.2f} (least, mean, most)".format(*skew(cases, plan.topology.hosts)))
+def judge_again(tuning: Tuning, plan: FabricPlan, cases: list[Case], what: str, jobs: int) -> list[Row]:
+    """The same settings on other cases of a fabric, perhaps a larger one; nothing is searched again."""
+    print(f"\n{what}: {len(cases)} layers, receive skew {_skew_text(cases, plan.topology.hosts)}", flush=True)
     with Pool(make_fabric(plan), cases, jobs=jobs) as pool:
-        pool.run(tuning.named.values(), range(layers))
-        outcomes = {name: pool.outcomes(setting, range(layers)) for name, setting in tuning.named.items()}
-    return compare(outcomes, TUNED)
+        pool.run(tuning.named.values(), range(len(cases)))
+        outcomes = {name: pool.outcomes(setting, range(len(cases))) for name, setting in tuning.named.items()}
+    rows = compare(outcomes, TUNED)
+    print("\n".join(rows_text(rows)), flush=True)
+    return rows
+
+
+def _skew_text(cases: list[Case], hosts: int) -> str:
+    return "{:.2f} / {:.2f} / {:.2f} (least, mean, most)".format(*skew(cases, hosts))
 
 
 def main() -> None:
+    given = _options()
+    started, load = time.time(), os.getloadavg()[0]
+    plan, sizes = fabric_plan(given.leaves), [int(one) for one in given.tokens.split(",")]
+    searched_LE = counts_of(given.search, given.counts, SEARCH_SEED)
+    judged_LE = counts_of(given.heldout, None, given.heldout_seed, HELDOUT_EXPONENTS)
+    to_search = layer_cases(plan, searched_LE, sizes, 1000, "layer")
+    to_judge = layer_cases(plan, judged_LE, sizes, 2000, "held-out layer")
+    print(plan.topology.describe())
+    for name, cases in (("search", to_search), ("held out", to_judge)):
+        print(f"{name}: {len(cases)} layers, receive skew {_skew_text(cases, plan.topology.hosts)}")
+    effort = replace(Effort(), budget=given.budget, seed=given.seed, jobs=given.jobs, sending=given.sending)
+    tuning = tune(plan, to_search, to_judge, effort, limits=fabric_plan(16), report=_progress)
+    print("\n".join(tuning_text(tuning)))
+    took = time.time() - started
+    print(
+        f"\n{took:,.0f} s with {given.jobs} processes, load average {load:.1f} at the start on {os.cpu_count()} cores",
+        flush=True,
+    )
+    data = tuning_json(tuning) | {"tokens": sizes, "seconds": round(took), "load": load}
+    if given.heldout_counts:
+        counts_LE = counts_of(given.search, given.heldout_counts, COUNTS_SEED)
+        cases = layer_cases(plan, counts_LE, sizes, 4000, "counts, layer")
+        data["heldout_counts"] = rows_json(judge_again(tuning, plan, cases, "held-out counts", given.jobs))
+    if given.full:
+        whole = fabric_plan(16)
+        counts_LE = counts_of(given.full, None, given.heldout_seed + 1, HELDOUT_EXPONENTS)
+        cases = layer_cases(whole, counts_LE, [given.full_tokens], 3000, "whole fabric, layer")
+        data["whole_fabric"] = rows_json(judge_again(tuning, whole, cases, "all 128 NICs", given.jobs))
+    if given.json:
+        given.json.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", default="1024,2048,512", help="per rank, in turn from layer to layer")
     parser.add_argument("--leaves", type=int, default=4, help="of the 16, eight NICs each")
     parser.add_argument("--search", type=int, default=6, help="layers to search on")
     parser.add_argument("--heldout", type=int, default=12, help="layers to judge on")
     parser.add_argument("--budget", type=int, default=Effort().budget, help="simulations of the search")
-    parser.add_argument("--sending", action="store_true", help="also choose schedule and pacing of senders")
-    parser.add_argument("--counts", type=Path, help="real expert counts, JSON")
+    parser.add_argument(
+        "--sending", action=argparse.BooleanOptionalAction, default=True, help="schedule and pacing of senders, too"
+    )
+    parser.add_argument("--counts", type=Path, help="real expert counts to search on, JSON")
+    parser.add_argument("--heldout-seed", type=int, default=20_261_130, help="of the layers to judge on")
+    parser.add_argument("--heldout-counts", type=Path, help="real expert counts to judge on as well, JSON")
     parser.add_argument("--full", type=int, default=0, help="layers to run on the whole fabric afterwards")
     parser.add_argument("--full-tokens", type=int, default=512)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    started, load = time.time(), os.getloadavg()[0]
-    plan, sizes = fabric_plan(given.leaves), [int(one) for one in given.tokens.split(",")]
-    counts_LE = counts_of(given.search + given.heldout + given.full, given.counts, 1)
-    searched, judged = given.search, given.search + given.heldout
-    to_search = layer_cases(plan, counts_LE[:searched], sizes, 1000, "layer")
-    to_judge = layer_cases(plan, counts_LE[searched:judged], sizes, 2000, "held-out layer")
-    print(plan.topology.describe())
-    hosts = plan.topology.hosts
-    for name, cases in (("search", to_search), ("held out", to_judge)):
-        print("{}: {} layers, receive skew {:.2f} / {:.2f} / {:.2f}".format(name, len(cases), *skew(cases, hosts)))
-    effort = replace(Effort(), budget=given.budget, seed=given.seed, jobs=given.jobs, sending=given.sending)
-    tuning = tune(plan, to_search, to_judge, effort, limits=fabric_plan(16), report=_progress)
-    print("\n".join(tuning_text(tuning)))
-    took = time.time() - started
-    print(
-        f"\n{took:,.0f} s with {given.jobs} processes, load average {load:.1f} at the start on {os.cpu_count()} cores"
-    )
-    data = tuning_json(tuning) | {"tokens": sizes, "seconds": round(took), "load": load}
-    if given.full:
-        rows = whole_fabric(tuning, counts_LE[judged:], given.full_tokens, given.jobs)
-        print("\n".join(rows_text(rows)))
-        data["whole_fabric"] = rows_json(rows)
-    if given.json:
-        given.json.write_text(json.dumps(data, indent=2) + "\n")
+    return parser.parse_args()
 
 
 def _progress(done: int, wanted: int) -> None:

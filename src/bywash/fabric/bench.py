@@ -140,7 +140,7 @@ def growth(sizes: tuple[int, ...], *, rounds: int) -> Iterator[BenchRow]:
 def machine() -> dict[str, float]:
     """What this machine gives at this moment: a bare event loop, and the latency of memory near and far.
 
-    `bare_events_per_s` is a loop that does nothing but take the earliest of 512 events and put it back later; the
+    `bare_events_per_s` is a loop that does nothing but take the earliest of 512 events off a heap and put it back; the
     simulator handles 1.4 to 2 events for each packet-hop. Loads are dependent ones, at random within 256 kB
     (second-level cache) and 8 MB (third level, shared with whatever else runs).
     """

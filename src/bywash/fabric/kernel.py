@@ -32,8 +32,9 @@ from typing import Any
 import numba
 import numpy as np
 
+from bywash.fabric.calendar import follow, refill, schedule
 from bywash.fabric.dcqcn import catch_up, on_bytes, on_cnp
-from bywash.fabric.heaps import nic_pop, nic_push, pop_top, push, replace_top, start_pop
+from bywash.fabric.heaps import nic_pop, nic_push, pop_top, push, start_pop
 from bywash.fabric.hints import assume, prefetch
 from bywash.fabric.layout import *
 from bywash.fabric.phases import advance, chain, host_done
@@ -93,7 +94,7 @@ def uniform(rng):
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def least_loaded(first, count, turn, queue, ports, load_P, po4):
+def least_loaded(first, count, turn, queue, ports, load_P):
     """The candidate with the fewest bytes queued, paused ones last; ties in turn."""
     best, best_load = -1, NO_EVENT
     for step in range(count):
@@ -101,12 +102,18 @@ def least_loaded(first, count, turn, queue, ports, load_P, po4):
         if place >= count:
             place -= count
         port = ports[first + place]
-        load = load_P[port]
-        if (po4[port, PAUSED] >> queue) & 1:
-            load += 1 << 50
+        load = (load_P[port] & ((1 << LOAD_BITS) - 1)) + ((load_P[port] >> (LOAD_BITS + queue)) & 1) * (1 << 50)
         if load < best_load:
             best, best_load = port, load
     return best
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def fetch_sender(full, qp, qc, q):
+    """Fetch a sender's row, and the part of its colder one that the full kernel touches for every packet."""
+    prefetch(qp, q)
+    if full:
+        prefetch(qc, q)
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -155,7 +162,7 @@ def leave_queue(qu, qu4, row, load_P, port, size, now, par):
     """Egress accounting of a packet that leaves; ends a micro-burst when the queue falls to its threshold."""
     qu4[row, EGRESS] -= size
     load_P[port] -= size
-    if par[P_BURST] > 0 and qu[row, BURST_SINCE] > 0 and qu4[row, EGRESS] <= par[P_BURST]:
+    if qu4[row, EGRESS] <= par[P_BURST] < qu4[row, EGRESS] + size and qu[row, BURST_SINCE] > 0:
         lasted = now + 1 - qu[row, BURST_SINCE]
         qu[row, BURST_SINCE] = 0
         qu[row, BURSTS] += 1
@@ -227,7 +234,7 @@ def payload_of(qc, q, psn, fl, full):
 def _sources() -> str:
     """A digest of all code that is compiled into the loop: numba's cache looks at this file alone."""
     digest = hashlib.sha256()
-    for name in ("layout", "heaps", "dcqcn", "phases", "hints", "kernel"):
+    for name in ("layout", "heaps", "calendar", "dcqcn", "phases", "hints", "kernel"):
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()
 
@@ -240,10 +247,10 @@ def make_kernel(full: bool) -> Callable[..., Any]:
 
     @numba.njit(cache=True, nogil=True, _nrt=False)
     def loop(
-        stop_events, hosts, ports_count, queues, group_count, phases, heap, pk, po, po4, qu, qu4, qp, qp4, qpf, qc, qcf,
-        rx, rx4, fl, sw, ho, nic_key, load_P, route, ports, leaf_H, down_H, group_H, bits, sacks, left_GP, entered_GP,
-        first_GP, members, at_G, gap_P, start_time, start_flow, flowlets, log, samples, pend, wake, kick, ctl, pfc, sim,
-        par, parf, rng,
+        stop_events, hosts, ports_count, queues, group_count, phases, heap, wheel, counts, occupied, near, cal, pk, po,
+        po4, qu, qu4, qp, qp4, qpf, qc, qcf, rx, rx4, fl, sw, ho, nic_key, load_P, route, ports, leaf_H, down_H,
+        group_H, bits, sacks, left_GP, entered_GP, first_GP, members, at_G, gap_P, start_time, start_flow, flowlets,
+        log, samples, pend, wake, kick, ctl, pfc, sim, par, parf, rng,
     ):  # fmt: skip
         """Handle events until one of `layout`'s statuses says why to stop. Long, since the stages share forty
         arrays and as many scalars, and each call of a function that is not inlined passes all of them on the stack:
@@ -267,6 +274,9 @@ def make_kernel(full: bool) -> Callable[..., Any]:
         spare = P + _SPARE
         many = qp.shape[0] > _MANY_QPS
         status = -1
+        shift, source_bits, front = cal[C_SHIFT], cal[C_SOURCE_BITS], cal[C_FRONT]
+        n_wheel, near_at = cal[C_HELD], cal[C_NEAR_AT]
+        assume(near_at >= 0)
         if at_G[0] < 0:  # the first call
             for group in range(at_G.shape[0]):
                 advance(
@@ -278,23 +288,32 @@ def make_kernel(full: bool) -> Callable[..., Any]:
             if FULL and par[P_SAMPLE] > 0:
                 n_heap = push(heap, n_heap, (par[P_SAMPLE] << SOURCE_BITS) | SAMPLE)
         while True:
-            # ---- may we go on?
+            # ---- the next event; may we go on?
+            if n_wheel > 0 and near[near_at + AHEAD] == NO_EVENT:
+                n_heap, n_wheel, front, shift = refill(
+                    wheel, counts, occupied, near, heap, cal, n_heap, n_wheel, front, shift, source_bits, whole_ns,
+                    near_at,
+                )  # fmt: skip
+                near_at = 0
+            key = min(near[near_at], heap[0])
             if sim[S_LEFT] == 0:
                 status = FINISHED
-            elif n_heap == 0:
-                status = EMPTY
             elif free_n < spare:
                 status = GROW_PACKETS
             elif n_heap > heap_room:
                 status = GROW_HEAP
             elif events >= stop_events:
                 status = CHUNK
-            else:
-                key = heap[0]
-                if (key >> SOURCE_BITS) > end:
-                    status = AT_END
+            elif (key >> SOURCE_BITS) > end:
+                status = EMPTY if key == NO_EVENT else AT_END
             if status >= 0:
                 break
+            if key == near[near_at]:
+                near_at += 1
+            else:
+                n_heap = pop_top(heap, n_heap)
+                if near[near_at] == NO_EVENT:
+                    front, shift = follow(cal, front, shift, source_bits, whole_ns, key)
             now = key >> SOURCE_BITS
             source = key & SOURCE_MASK
             events += 1
@@ -311,7 +330,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                 if following >= 0:
                     prefetch(pk, np.int64(pk[following, NEXT]))
                     if po4[p, PEER] < H:
-                        prefetch(qp, np.int64(pk[following, QP]))
+                        fetch_sender(FULL, qp, qc, np.int64(pk[following, QP]))
                         prefetch(rx, np.int64(pk[following, QP]))
                     pend[n_pend] = ((now + ((pk[following, TIME] - now) & _M32)) << SOURCE_BITS) | p
                     n_pend += 1
@@ -331,6 +350,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                     if kind == PAUSE:
                         if po4[back, PAUSED] & bit == 0:
                             po4[back, PAUSED] |= bit
+                            load_P[back] += bit << LOAD_BITS
                             qu[row, PAUSED_SINCE] = now
                             if FULL:
                                 note(log, sim, now, back, kq, LOG_PAUSED)
@@ -343,6 +363,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                                 qu[row, RESTORE_AT] = NEVER
                     elif po4[back, PAUSED] & bit:
                         po4[back, PAUSED] &= ~bit
+                        load_P[back] -= bit << LOAD_BITS
                         qu[row, PAUSED_TOTAL] += now - qu[row, PAUSED_SINCE]
                         wake[n_wake] = back
                         n_wake += 1
@@ -390,7 +411,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                                 if out < 0:
                                     turn = sw[node, TURN]
                                     sw[node, TURN] = turn + 1
-                                    out = least_loaded(first, count, turn % count, kq, ports, load_P, po4)
+                                    out = least_loaded(first, count, turn % count, kq, ports, load_P)
                                     if par[P_MODE] == FLOWLET:
                                         flowlets[slot, 2] = out
                         elif par[P_MURMUR]:
@@ -412,7 +433,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                         fresh = qu4[in_row, INGRESS] + size
                         over = fresh - par[P_RESERVE]
                         room = sw[node, SHARED_CAP] - sw[node, SHARED_USED]
-                        if FULL and par[P_WATCH] > 0 and qu[row, STORM] != 0:
+                        if FULL and sim[S_STORMS] > 0 and qu[row, STORM] != 0:
                             admitted = False
                         elif FULL and (par[P_LOSSY_MASK] >> kq) & 1:
                             most = par[P_RESERVE] + ((room * par[P_LOSSY_ALPHA_Q16]) >> 16)
@@ -460,7 +481,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                         if qu4[row, EGRESS] > qu4[row, PEAK]:
                             qu4[row, PEAK] = qu4[row, EGRESS]
                         if FULL:
-                            if par[P_BURST] > 0 and qu4[row, EGRESS] > par[P_BURST] and qu[row, BURST_SINCE] == 0:
+                            if qu4[row, EGRESS] - size <= par[P_BURST] < qu4[row, EGRESS] and par[P_BURST] > 0:
                                 qu[row, BURST_SINCE] = now + 1
                             if par[P_WATCH] > 0 and (po4[out, PAUSED] >> kq) & 1 and qu[row, WATCH_AT] == NEVER:
                                 qu[row, WATCH_AT] = now + par[P_WATCH]
@@ -585,7 +606,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                         on_cnp(qp, qpf, qc, qcf, q, now, par, parf)
                     if kind <= NACK:
                         if psn > qp4[q, UNA]:
-                            if FULL and par[P_SELECTIVE]:
+                            if FULL and par[P_SELECTIVE] and qc[q, SACK_HIGH] >= qp4[q, UNA]:
                                 for old in range(qp4[q, UNA], psn):
                                     place = old & qc[q, BIT_MASK]
                                     sacks[qc[q, BIT_BASE] + (place >> 6)] &= ~(np.uint64(1) << np.uint64(place & 63))
@@ -721,6 +742,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                                 qu[row, UNPAUSE_AT] = qu[row, WATCH_AT] = NEVER
                                 if (po4[p, PAUSED] >> kq) & 1:
                                     po4[p, PAUSED] &= ~(1 << kq)
+                                    load_P[p] -= 1 << (LOAD_BITS + kq)
                                     qu[row, PAUSED_TOTAL] += now - qu[row, PAUSED_SINCE]
                                     note(log, sim, now, p, kq, LOG_RESUMED)
                                     if qu[row, STORM] != 0:
@@ -833,13 +855,14 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                         at = sim[S_SAMPLES]
                         samples[at, P] = now
                         for p in range(P):
-                            samples[at, p] = load_P[p]
+                            samples[at, p] = load_P[p] & ((1 << LOAD_BITS) - 1)
                         sim[S_SAMPLES] = at + 1
-                        if n_heap > 1 and now + par[P_SAMPLE] <= LAST_PS:
+                        if n_heap + n_wheel + (near[near_at] != NO_EVENT) > 0 and now + par[P_SAMPLE] <= LAST_PS:
                             pend[n_pend] = ((now + par[P_SAMPLE]) << SOURCE_BITS) | SAMPLE
                             n_pend += 1
             if status >= 0:  # nothing of this event has been done: it is handled again after growing
                 events -= 1
+                n_heap = push(heap, n_heap, key)
                 break
 
             # ---- kick: QPs that may be able to send
@@ -1012,7 +1035,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                     assume(q >= 0)
                     following = np.int64(qp4[q, LINK])
                     qu4[row, HEAD] = following
-                    prefetch(qp, following)
+                    fetch_sender(FULL, qp, qc, following)
                     if following < 0:
                         po4[p, ACTIVE] &= ~(1 << kq)
                         if FULL and Q > 3:
@@ -1149,29 +1172,32 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                             pend[n_pend] = (soon << SOURCE_BITS) | (2 * P + p)
                             n_pend += 1
 
-            # ---- pend: schedule; the first new event takes the place of the one just handled
-            if n_pend == 0:
-                n_heap = pop_top(heap, n_heap)
-            else:
-                replace_top(heap, n_heap, pend[0])
-                for i in range(1, n_pend):
-                    n_heap = push(heap, n_heap, pend[i])
-            if many:  # the event after next: fetch what it will touch, before the next one is handled
-                early = min(min(heap[1], heap[2]), min(heap[3], heap[4])) & SOURCE_MASK
+            # ---- pend: schedule
+            for i in range(n_pend):
+                n_heap, n_wheel = schedule(
+                    wheel, counts, occupied, heap, cal, n_heap, n_wheel, front, shift, source_bits, whole_ns, pend[i]
+                )
+            if many:  # fetch what the two events after the next one will touch
+                early = near[near_at + 2] & SOURCE_MASK
+                if early < P:
+                    prefetch(pk, np.int64(po4[early, PIPE_HEAD]))
+                elif early < 2 * P:
+                    prefetch(qu, (early - P) * Q + 2)
+                early = near[near_at + 1] & SOURCE_MASK
                 if early < P:
                     k = np.int64(po4[early, PIPE_HEAD])
                     if po4[early, PEER] < H and k >= 0:
-                        prefetch(qp, np.int64(pk[k, QP]))
+                        fetch_sender(FULL, qp, qc, np.int64(pk[k, QP]))
                         prefetch(rx, np.int64(pk[k, QP]))
                     else:
-                        prefetch(pk, k)
                         prefetch(qu, (early ^ 1) * Q + 2)
                 elif early < 2 * P:
                     k = np.int64(qu4[(early - P) * Q + 2, HEAD])
                     if po4[early - P, OWNER] < H:
-                        prefetch(qp, k)
+                        fetch_sender(FULL, qp, qc, k)
                     else:
                         prefetch(pk, k)
+        cal[C_SHIFT], cal[C_FRONT], cal[C_HELD], cal[C_NEAR_AT] = shift, front, n_wheel, near_at
         sim[S_HEAP_N], sim[S_FREE_HEAD], sim[S_FREE_N] = n_heap, free_head, free_n
         sim[S_HOPS], sim[S_EVENTS], sim[S_NOW] = hops, events, now
         return status

@@ -54,10 +54,10 @@ NXT, UNA, LIMIT, ACK_END, CUR_END, TO, HASH, LINK, STATE, CUR_LAST = 0, 1, 2, 3,
 # qp columns; f: float64 through qpf
 NEXT_AT, RATE_F, DUE = 4, 5, 6
 QP_COLUMNS = 8
-# qc columns: what a QP needs less often; f: float64 through qcf
-ALPHA_F, TARGET_F, NEXT_ALPHA, NEXT_INC, NEXT_DEC, B_LEFT, BITS, T_STAGE = range(8)
-B_STAGE, MAX_RATE_F, CUR_FLOW, ACK_FLOW, READY_FLOW, CREDIT, PORT, QUEUE = range(8, 16)
-RETX, RETX_END, SACK_HIGH, PROGRESS, DROPPED, RETRIES, BIT_BASE, BIT_MASK = range(16, 24)
+# qc columns: what a QP needs less often, first what the full kernel touches for every packet; f: float64 through qcf
+PORT, QUEUE, B_LEFT, RETX, RETX_END, SACK_HIGH, BIT_BASE, BIT_MASK = range(8)
+NEXT_INC, NEXT_DEC, NEXT_ALPHA, BITS, T_STAGE, B_STAGE, ALPHA_F, TARGET_F = range(8, 16)
+MAX_RATE_F, CUR_FLOW, ACK_FLOW, READY_FLOW, CREDIT, PROGRESS, DROPPED, RETRIES = range(16, 24)
 QC_COLUMNS = 24
 NO_PACKET = (1 << 31) - 1
 """For ACK_END and RX_END: nothing more to wait for."""
@@ -162,9 +162,23 @@ ECMP, FLOWLET, ADAPTIVE, SPRAY = range(4)
 RETRY_LIMIT = 7
 """Timeouts without progress after which a QP gives up, as InfiniBand's retry count does."""
 
+# cal: the calendar of events; what it holds, and what happened since buckets were last fitted
+C_SHIFT, C_SOURCE_BITS, C_FRONT, C_HELD, C_NEAR_AT, C_DRAINS, C_DRAINED, C_FULL, C_FAR, C_LATE = range(10)
+CAL_SIZE = 16
+SLOTS = 16
+"""Events of a bucket: their places fill one cache line."""
+
+LAST_PLACE = (1 << 31) - 1
+MOST_SHIFT = 30
+AHEAD = 2
+"""Events beyond the next one that are known in order, so that what they will touch can be fetched."""
+
 # status with which the kernel returns
 FINISHED, EMPTY, AT_END, CHUNK, GROW_PACKETS, GROW_HEAP, GROW_SAMPLES, LEAN_DROP = range(8)
 
 FLOWLET_SLOTS = 1024
+LOAD_BITS = 40
+"""load_P: bytes in all egress queues of a port, and above them a copy of po4[:, PAUSED]."""
+
 # log columns: time, port, queue, what
 LOG_SENT_PAUSE, LOG_SENT_RESUME, LOG_PAUSED, LOG_RESUMED = range(4)

@@ -191,6 +191,23 @@ def phase_rows(scenario: Scenario, groups: int, ho: Array) -> dict[str, Array]:
     }
 
 
+def calendar_rows(scenario: Scenario, ports: int) -> tuple[Array, Array]:
+    """The calendar of events: `wheel`, int32 [B * SLOTS], and `cal`. Two buckets for a port, and a first guess of
+    their width: when every port is busy, three events come for two frames, and some five should share a bucket.
+    """
+    buckets = max(64, 1 << (2 * ports - 1).bit_length())
+    wheel = aligned_rows(buckets, L.SLOTS // 2).view(np.int32).ravel()
+    wheel[:] = L.LAST_PLACE
+    cal = np.zeros(L.CAL_SIZE, np.int64)
+    # With whole ns a tick's events are cut by source: there only the frequent ones, of links and ports, have a place.
+    last = 2 * ports - 1 if scenario.frame.whole_ns else 4 * ports + 2 * scenario.topology.hosts + 1
+    cal[L.C_SOURCE_BITS] = bits = last.bit_length()
+    fastest = max(link.gbps for link in scenario.topology.links)
+    ticks = scenario.frame_bytes * 8000 / fastest * 8 / (3 * ports) / (1000 if scenario.frame.whole_ns else 1)
+    cal[L.C_SHIFT] = min(L.MOST_SHIFT, max(0, bits + round(np.log2(ticks))))
+    return wheel, cal
+
+
 def aligned_rows(count: int, columns: int) -> Array:
     """Zeros of int64 whose rows begin on cache lines (as far as their length allows)."""
     raw = np.zeros(count * columns * 8 + 64, np.uint8)

@@ -24,6 +24,11 @@ Progress = Callable[[float, float], None]
 
 _ARGUMENTS = [
     "heap",
+    "wheel",
+    "counts",
+    "occupied",
+    "near",
+    "cal",
     "pk",
     "po",
     "po4",

@@ -14,6 +14,7 @@ from bywash.fabric.inputs import Array, QueuePairs, first_rng, queue_pairs
 from bywash.fabric.routes import Routes, compute_routes
 from bywash.fabric.rows import (
     aligned_rows,
+    calendar_rows,
     flow_rows,
     host_rows,
     phase_rows,
@@ -37,9 +38,9 @@ class State:
     """The arrays of `layout`, and those without columns:
 
     Attributes:
-        heap: int64, pending events, 4-ary.
+        heap, wheel, counts, occupied, near, cal: pending events, see `calendar`; the heap is 4-ary.
         nic_key: int64 [N], paced QPs of each port, a binary heap of `time << 20 | QP` in its own segment.
-        load_P: int64 [P], bytes in all egress queues of a port.
+        load_P: int64 [P], bytes in all egress queues of a port, below its pauses (see `layout.LOAD_BITS`).
         route: int64 [nodes * G], first candidate << 16 | count. ports: the candidates.
         bits, sacks: uint64, which packets beyond the first gap have come, have been acknowledged; a ring for each QP.
         left_GP, entered_GP, first_GP, members: phases: flows not done, when entered, flows to start (a slice
@@ -94,8 +95,14 @@ def build(scenario: Scenario, *, full: bool) -> State:
     queues = 2 + len(scenario.classes)
     ho, groups = host_rows(scenario, pairs)
     qp, qc = qp_rows(scenario, pairs)
+    wheel, cal = calendar_rows(scenario, ports)
     arrays: dict[str, Array] = {
         "heap": np.full(8 * ports + 4 * hosts + 1024, L.NO_EVENT, np.int64),
+        "wheel": wheel,
+        "counts": np.zeros(len(wheel) // L.SLOTS, np.uint8),
+        "occupied": np.zeros(len(wheel) // (64 * L.SLOTS), np.uint64),
+        "near": np.full(L.SLOTS + 2 * L.AHEAD + 1, L.NO_EVENT, np.int64),
+        "cal": cal,
         "po": port_rows(scenario, routes, pairs),
         "qu": queue_rows(scenario, routes, ports, queues),
         "qp": qp,

@@ -129,7 +129,7 @@ def make_space(gbps: float, bounds: Bounds, *, sending: bool) -> Space:
         "fast_recovery_steps": (1, 2, 5),
         "increase_mbps": tuple(max(1, round(gbps * factor)) for factor in (0.1, 0.25, 1, 2.5, 10)),
         "active": (0, 1, 2, 4, 8) if sending else (0,),
-        "pace_gbps": (0.0, *(gbps * share for share in (0.125, 0.25, 0.5))) if sending else (0.0,),
+        "pace_gbps": (0.0, *(gbps / share for share in (128, 64, 32, 16, 8, 4, 2))) if sending else (0.0,),
     }
     return Space(gbps=gbps, levels=levels, bounds=bounds)
 
