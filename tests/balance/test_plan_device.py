@@ -185,7 +185,7 @@ def test_an_emulated_block_keeps_slots_as_the_cpu_does(ranks, experts, slots, em
 
 
 def check_steady(planner, ranks, experts, slots, plans=12):
-    rng, limits = np.random.default_rng(slots), Limits(alpha_1024=1040)
+    rng, limits = np.random.default_rng(slots), Limits(alpha_1024=1080)
     setting = Placement.equal(experts, ranks), limits, SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts)
     popular_E = rng.lognormal(0, 1, experts)
     counts = rng.multinomial(64, popular_E / popular_E.sum(), size=(plans, ranks)).astype(np.int32)
@@ -204,7 +204,7 @@ def check_steady(planner, ranks, experts, slots, plans=12):
 @pytest.mark.parametrize(("ranks", "experts", "slots"), [(8, 256, 4), (33, 70, 3)])
 def test_the_gpu_keeps_slots_as_the_cpu_does(ranks, experts, slots):
     directory = SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts)
-    planner = OnGpu(Placement.equal(experts, ranks), Limits(alpha_1024=1040), directory)
+    planner = OnGpu(Placement.equal(experts, ranks), Limits(alpha_1024=1080), directory)
     check_steady(planner, ranks, experts, slots)
 
 
