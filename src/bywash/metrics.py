@@ -11,15 +11,20 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 from bywash.errors import ConfigError
 
 Source = Callable[[], Mapping[str, float]]
 PREFIX = "bywash_"
+PUBLISH_EVERY = 256
+"""Steps of an engine between two updates of its files."""
 _sources: dict[int, tuple[Source, dict[str, str]]] = {}
 _numbers = count()
+_registries: WeakSet[Any] = WeakSet()
 _lock = threading.Lock()
 
 
@@ -44,7 +49,9 @@ def text() -> str:
 
 
 def register(registry: Any = None) -> None:
-    """Add all counters, also those that come later, to a registry, once; by default prometheus_client's own.
+    """Add all counters, also those that come later, to a registry; by default prometheus_client's own.
+
+    Once is enough: a registry that has them already is left alone.
 
     Raises:
         ConfigError: prometheus-client is not installed.
@@ -55,6 +62,8 @@ def register(registry: Any = None) -> None:
     except ImportError as error:
         raise ConfigError("metrics: pip install 'bywash[metrics]' (prometheus-client is missing)") from error
     registry = REGISTRY if registry is None else registry
+    if registry in _registries:
+        return
 
     class Bywash:
         """Asks the sources whenever somebody asks for metrics."""
@@ -69,6 +78,7 @@ def register(registry: Any = None) -> None:
             yield from families.values()
 
     registry.register(Bywash())
+    _registries.add(registry)
 
 
 def serve(port: int, host: str = "127.0.0.1") -> ThreadingHTTPServer:
@@ -91,6 +101,13 @@ class Publisher:
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {}
         self._last: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._published_at = 0
+
+    def keep_up(self, steps: int) -> None:
+        """`publish`, if `PUBLISH_EVERY` of the engine's `steps` or more have gone by since it was done last."""
+        if steps - self._published_at >= PUBLISH_EVERY:
+            self._published_at = steps
+            self.publish()
 
     def publish(self) -> None:
         """Bring the files up to date: cheap, a few additions."""
@@ -100,15 +117,18 @@ class Publisher:
             if name not in self._metrics:
                 self._metrics[name] = Counter(PREFIX + name, f"bywash: {name}", sorted(labels))
             key = (name, tuple(sorted(labels.items())))
-            self._metrics[name].labels(**labels).inc(value - self._last.get(key, 0.0))
+            last = self._last.get(key, 0.0)
+            # A sum that has fallen is of an exchange that was closed and opened anew: it counts from 0 again.
+            self._metrics[name].labels(**labels).inc(value - last if value >= last else value)
             self._last[key] = value
 
 
 def inside_engine(rank: int) -> Publisher | None:
     """Make the counters reachable from inside an engine's worker, the way the environment asks for.
 
-    With PROMETHEUS_MULTIPROC_DIR through its files, by the returned `Publisher`; with BYWASH_METRICS_PORT on that port
-    plus the rank; otherwise through this process's own registry, if prometheus-client is installed.
+    With BYWASH_METRICS_PORT on that port plus the rank; with PROMETHEUS_MULTIPROC_DIR through its files, by the
+    returned `Publisher`; otherwise through this process's own registry. The last two if prometheus-client is installed:
+    without it there is nobody who could ask.
 
     Raises:
         ConfigError: a port that is no number or cannot be had.
@@ -118,11 +138,9 @@ def inside_engine(rank: int) -> Publisher | None:
         serve(port)
         return None
     if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        return Publisher()
-    try:
+        return Publisher() if find_spec("prometheus_client") else None
+    if find_spec("prometheus_client"):
         register()
-    except ConfigError:  # without the package there is nobody who could ask
-        return None
     return None
 
 
@@ -151,9 +169,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _counters() -> list[tuple[str, dict[str, str], float]]:
+    """Each name with each set of labels once: what several sources report under both is added."""
     with _lock:
         sources = list(_sources.values())
-    return [(name, labels, float(value)) for source, labels in sources for name, value in source().items()]
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for source, labels in sources:
+        for name, value in source().items():
+            key = (name, tuple(sorted(labels.items())))
+            sums[key] = sums.get(key, 0.0) + value
+    return [(name, dict(labels), value) for (name, labels), value in sums.items()]
 
 
 def _forget(number: int) -> None:

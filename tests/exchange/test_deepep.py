@@ -1,5 +1,7 @@
 """DeepEP's interface over our exchanges: a program written for it, on CPU ranks; on GPUs where there are some."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -122,13 +124,29 @@ def torch_group(group):
         (lambda: buffer.dispatch(torch.cat([x, x]), topk_idx=torch.cat([ids, ids]), num_experts=2), "8 tokens"),
         (lambda: buffer.dispatch(x.long(), topk_idx=ids, num_experts=2), "int64"),
         (lambda: buffer.combine(recv[1:], handle), "combine of"),
+        (lambda: buffer.combine(recv.repeat(1, 3), handle), "left room for"),
+        (lambda: buffer.combine(recv.to("meta"), handle), "on meta; the dispatch was on cpu"),
+        (lambda: buffer.combine(recv, handle, bias=x[0]), r"a bias \[8\]"),
+        (lambda: buffer.dispatch(x, topk_idx=ids.to("meta"), num_experts=2), "on cpu and meta"),
+        (lambda: buffer.dispatch(x, handle=handle, cumulative_local_expert_recv_stats=ids[:1, 0]), "recv_stats"),
     ):
         with pytest.raises(ConfigError, match=name):
             call()
     with pytest.raises(RoutingError, match="names expert 2"):
         buffer.dispatch(x, topk_idx=ids + 1, num_experts=2)
+    *_, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(4, 2), num_experts=2, do_expand=True)
+    rows, weights = torch.ones(8, 8, dtype=torch.bfloat16), torch.ones(9)
+    with pytest.raises(ConfigError, match="combine of topk_weights"):
+        buffer.combine(rows, handle, topk_weights=weights)
+    buffer.combine(rows, handle, topk_weights=weights[:8])
+    waited = []
+    buffer._lane._last = SimpleNamespace(synchronize=lambda: waited.append(1))
+    buffer.barrier()
+    assert waited == [1], "a barrier waits for the stream of the last call"
     buffer.destroy()
     buffer.destroy()
+    with pytest.raises(ConfigError, match="destroyed"):
+        buffer.combine(rows, handle)
 
 
 @given(

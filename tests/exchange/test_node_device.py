@@ -244,6 +244,8 @@ def test_capacity_follows_from_how_many_tokens_need_a_host():
     rows, why = node_capacity(4096, 8, 256, 8)
     assert rows == 2832, why
     assert node_capacity(1, 1, 4, 4)[0] == 1
+    with pytest.raises(ConfigError, match="top-8 of 4 experts"):
+        node_capacity(4096, 8, 4, 2)
     generator = torch.Generator().manual_seed(1)
     ids = torch.rand(4096, 256, generator=generator).argsort(dim=1)[:, :8]
     assert all(int((ids // 32 == host).any(1).sum()) <= rows for host in range(8))

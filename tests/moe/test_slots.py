@@ -180,6 +180,19 @@ def test_a_bound_below_one_token_of_each_rank_is_refused():
         layer(*random_batch(case, 0))
 
 
+def test_waves_of_a_step_that_failed_are_forgotten():
+    exchange = LocalExchange()
+    pool = SlotPool(exchange, Limits(), slots=0, experts=4, most_pairs=8)
+    experts = random_experts(4, 8, 4, torch.float32, seed=0)
+    layer = ExpertParallel(exchange=exchange, placement=Placement.equal(4, 1), experts=experts, pool=pool)
+    plain = ExpertParallel(exchange=exchange, placement=Placement.equal(4, 1), experts=experts)
+    case = Case(hidden=8, inner=4, experts=4, top_k=2, tokens=(9, 2), dtype=torch.float32, combine="exact", seed=1)
+    received, _ = layer.dispatch(*random_batch(case, 0))
+    assert received.rows_ND.shape[0] < 9, "the rest waits for a combine, which an error keeps from coming"
+    few = random_batch(case, 1)
+    assert torch.equal(layer(*few), plain(*few))
+
+
 class Waves(GatedExperts):
     """Counts calls, and the rows of the largest."""
 

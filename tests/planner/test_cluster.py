@@ -11,6 +11,7 @@ from bywash.planner.cluster import load_cluster, parse_cluster, topology_yaml
 from bywash.planner.cluster_file import ClusterFile
 from bywash.planner.cluster_text import cluster_text
 from bywash.planner.schema import SCHEMAS, json_schema
+from bywash.planner.settings import values_data
 from tests.planner.samples import FABRIC, cluster_of
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -96,6 +97,8 @@ NODE = {"name": "a", "device": "h100", "nics": [{"gbps": 400, "count": 8}]}
         ({"nodes": [NODE, NODE | {"name": "b"}], "fabric": FABRIC | {"links": [{"link": "x-y"}]}}, "no such cable"),
         ({"nodes": []}, "cluster.nodes"),
         ({"nodes": [NODE], "devices": {"mine": {"like": "h1"}}}, "cluster.devices.mine.like = 'h1'"),
+        ({"nodes": [NODE], "devices": {"h200": {"like": "h200"}}}, "cluster.devices.h200: is a known generation"),
+        ({"nodes": [NODE], "devices": {"xeon": {"like": "cpu"}}}, "cluster.devices.xeon: is like cpu"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(data, message):
@@ -111,6 +114,24 @@ def test_own_generations_are_like_known_ones():
     })  # fmt: skip
     assert cluster.hosts[0].device.memory_gb == 64
     assert cluster.hosts[0].device.bf16_tflops == 989
+
+
+def test_a_cluster_without_a_name_is_called_like_its_file(tmp_path):
+    file = tmp_path / "my cluster (1).yaml"
+    file.write_text("nodes: [{name: a, device: h100}]")
+    assert load_cluster(file).name == "my-cluster-1"
+    file.write_text("nodes: [{name: 2026-13-01, device: h100}]")
+    with pytest.raises(ConfigError, match="is no YAML"):
+        load_cluster(file)
+
+
+def test_asics_of_switches_go_by_patterns_that_match_no_other():
+    nics = [{"gbps": 400, "switch": "s0"}, {"gbps": 400, "switch": "s1"}]
+    nodes = [{"name": name, "device": "h100", "nics": nics} for name in "ab"]
+    cables = [{"a": one, "b": "spine0", "gbps": 400} for one in ("s0", "s1")]
+    cluster = parse_cluster({"nodes": nodes, "fabric": {"kind": "cables", "cables": cables}})
+    rules = [(one["match"], one["asic"]) for one in values_data(cluster)["switches"]]
+    assert rules == [("s0", "sn4700"), ("s1", "sn4700"), ("spine*", "sn5600")]
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -155,6 +155,7 @@ def test_a_networkx_graph_becomes_hosts_and_cables():
         ("sonic", "[1", "cannot be read as config_db.json"),
         ("sonic", '{"DEVICE_NEIGHBOR": {"Ethernet0": {}}}', "cannot be read as config_db.json"),
         ("sonic", "<a", "is no XML"),
+        ("sonic", MINIGRAPH.replace("200000", "fast", 1), "<Bandwidth>fast</Bandwidth>: must be a number"),
         ("sonic", switch("a", {"Ethernet0": ("b", "x", "SpineRouter")}), "no switch has a neighbour that is a host"),
         ("graph", "nodes: 3", "wants lists"),
     ],

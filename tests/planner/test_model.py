@@ -43,6 +43,8 @@ def test_the_shipped_model_is_read_from_its_own_file():
         ({"num_experts": 4}, "model.num_experts_per_tok = 8: there are only 4 experts"),
         ({"quantization_config": {"quant_method": "awq"}}, "model.quantization_config.quant_method = 'awq'"),
         ({"torch_dtype": "int8"}, "model.torch_dtype = 'int8'"),
+        ({"mlp_only_layers": 3}, "model.mlp_only_layers = 3: must be a list"),
+        ({"layer_types": 3}, "model.layer_types = 3: must be a list"),
         ({"mlp_only_layers": list(range(16)), "intermediate_size": 9}, "all of them are dense"),
     ],
 )

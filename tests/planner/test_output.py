@@ -3,19 +3,23 @@
 import json
 import subprocess
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from bywash.cli.main import app
+from bywash.cli.plan import older_files
 from bywash.errors import BywashError, ConfigError
 from bywash.fabric.config.values import load_values
+from bywash.planner.cluster import parse_cluster
 from bywash.planner.model import load_model_shape
-from bywash.planner.output.folder import plan_files
+from bywash.planner.output.folder import plan_files, plan_json
 from bywash.planner.output.plan_file import load_plan_file, plan_file
 from bywash.planner.output.text import headline, plan_text
 from bywash.planner.plan import make_plan
 from bywash.planner.target import Target, Workload
+from bywash.routing.skew import TraceShape, uniform
 from tests.planner.samples import cluster_of
 
 WORK = Workload(prompt_tokens=256, output_tokens=128, chunk_tokens=256, sequences=16)
@@ -86,6 +90,7 @@ def test_the_plan_file_reads_back(files, plan, tmp_path):
         (("bywash_plan: 1", "other: 1"), "is no plan"),
         (("ranks: 8", "wrong: 8"), "plan.groups[0].ranks: must be given"),
         (("groups:", "groups: ["), "is no YAML"),
+        (("cluster: small", "cluster: 2026-13-01"), "is no YAML"),
     ],
 )
 def test_an_edited_plan_is_told_what_is_wrong(files, tmp_path, edit, message):
@@ -112,6 +117,26 @@ def test_an_infeasible_plan_says_what_binds_and_writes_no_plan_file():
     assert "plan.yaml" not in plan_files(plan)
 
 
+def test_numbers_of_a_model_without_room_are_json():
+    data = {"nodes": [{"name": "a", "device": "small"}], "devices": {"small": {"like": "l40s", "memory_gb": 8}}}
+    plan = make_plan(parse_cluster(data), load_model_shape("deepseek-v3"), None, WORK, Target())
+    assert plan.result.binding[0].have == 0
+    assert json.loads(json.dumps(plan_json(plan), allow_nan=False))["binding"][0]["excess"] is None
+
+
+def test_slots_can_be_asked_for_with_a_trace_whose_steps_are_short():
+    """Fewer rows of an expert than a copy of its weights is worth."""
+    model = load_model_shape("olmoe")
+    trace = uniform(TraceShape(num_experts=64, top_k=8, layers=16, tokens=32, steps=2), seed=0)
+    cluster = parse_cluster({"nodes": [{"name": "a", "device": "h100", "devices": 2}]})
+    work = WORK.model_copy(update={"slots": 2})
+    (group,) = plan_file(make_plan(cluster, model, trace, work, Target())).groups
+    assert group.slots == 2
+    assert group.break_even > group.capacity_factor * 32 * 8 / 64
+    assert group.predicted.rows_spilled == 0
+    assert np.sum(group.predicted.rows_per_layer_and_rank) == 2 * 32 * 8 * 16
+
+
 def run(*args):
     return CliRunner().invoke(app, ["plan", *map(str, args)])
 
@@ -129,7 +154,7 @@ def test_the_command_writes_a_folder(cluster_file, tmp_path):
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "numbers.json").read_text())["feasible"]
     assert (tmp_path / "out" / "g0.torchrun.sh").stat().st_mode & 0o100
-    assert "trace of another model (32 experts, top-4)" in done.output
+    assert "trace of another model (32 experts, top-4, 8 layers)" in done.output
     late = run(*options, "--tpot-ms", 0.001)
     assert late.exit_code == 3
     assert late.output.startswith("infeasible: time between tokens")
@@ -143,15 +168,36 @@ def test_the_command_writes_a_folder(cluster_file, tmp_path):
         (["--cluster", "{}", "--model", "gpt-9"], "--model gpt-9: no such file"),
         (["--cluster", "{}", "--prompt-tokens", 0], "workload.prompt_tokens = 0"),
         (["--cluster", "{}", "--tpot-ms", -1], "target.tpot_ms = -1"),
+        (["--cluster", "{}", "--tpot-ms", "inf"], "target.tpot_ms = inf"),
         (["--cluster", "{}", "--jobs", 0], "--jobs 0"),
         (["--cluster", "{}", "--trace", "none.npz"], "none.npz"),
         (["--cluster", "{}", "--out", "{}"], "is no directory"),
+        (["--cluster", "{}", "--out", "{}/below"], "is no directory"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(cluster_file, args, message):
-    done = run(*(str(arg).format(cluster_file) if arg == "{}" else arg for arg in args))
+    done = run(*(str(arg).format(cluster_file) for arg in args))
     assert isinstance(done.exception, BywashError), done.output
     assert message in str(done.exception)
+
+
+def test_files_of_an_earlier_plan_are_named(tmp_path):
+    for name in ("plan.yaml", "g7.slurm.sh", "fabric/old.json", "cluster.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert older_files(tmp_path, {"plan.yaml": ""}) == ["fabric/old.json", "g7.slurm.sh"]
+
+
+@pytest.mark.parametrize("options", [[], ["--slots", 0], ["--slots", 3]])
+def test_slots_on_the_command_line_go_before_the_plans(files, tmp_path, options, monkeypatch):
+    text = files["plan.yaml"].replace("slots: 0", "slots: 2").replace("capacity_factor: 0.0", "capacity_factor: 3.0")
+    (tmp_path / "plan.yaml").write_text(text)
+    seen = []
+    monkeypatch.setattr("bywash.cli.run.start_run", seen.append)
+    CliRunner().invoke(app, [str(arg) for arg in ("run", "--plan", tmp_path / "plan.yaml", *options)])
+    slots = options[1] if options else 2
+    assert (seen[0].slots, seen[0].capacity_factor) == (slots, 0.0)
+    assert (seen[0].alpha is None) == (seen[0].break_even is None) == (slots == 0)
 
 
 @pytest.mark.parametrize(

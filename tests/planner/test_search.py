@@ -7,7 +7,7 @@ from bywash.planner.candidate import Problem
 from bywash.planner.cluster import parse_cluster
 from bywash.planner.cost import GroupCost
 from bywash.planner.group import make_group
-from bywash.planner.refine import FIRST_SENDINGS, OTHER_SENDINGS
+from bywash.planner.refine import FIRST_SENDINGS, OTHER_SENDINGS, at_times
 from bywash.planner.search import search
 from bywash.planner.target import Target, Workload
 from bywash.planner.traffic import WAYS
@@ -103,6 +103,34 @@ def test_infeasible_says_what_binds_and_by_how_much(nodes, target, name):
     assert result.binding[0].name == name
     assert result.binding[0].excess > 1
     assert f"{name}: needs" in str(result.binding[0])
+
+
+def test_slots_without_room_for_the_model_say_that_memory_binds():
+    work = WORK.model_copy(update={"slots": 2})
+    result = found(*hosts("l40s", count=1, devices=1), workload=work)
+    assert result.binding[0].name == "memory for experts on 1 host, 1 l40s"
+
+
+def test_a_bound_that_only_the_simulation_breaks_is_what_binds():
+    """One host has no room, two keep the bound as long as the network has no queues."""
+    simulated = found(*hosts("h100-small"), devices=SMALL).winner.tpot_ms
+    result = found(*hosts("h100-small"), devices=SMALL, target=Target(tpot_ms=0.9999 * simulated))
+    assert result.winner is None
+    assert result.binding[0].name == "time between tokens"
+    assert result.binding[0].excess == pytest.approx(1, abs=0.1)
+
+
+def test_every_cut_of_one_generation_is_ranked():
+    result = found(*hosts("h100", count=4, devices=1, gbps=10.0))
+    assert len({one.label for one in result.ranked}) == 3  # 1, 2 and 4 hosts a group
+
+
+def test_a_simulated_exchange_is_moved_to_another_batch_along_its_line():
+    run = next(iter(found(*hosts("h100-small"), devices=SMALL).simulated.values()))
+    rtt = 0.1 * run.dispatch_us
+    half = at_times(run, 0.5, rtt)
+    assert half.dispatch_us == pytest.approx(0.55 * run.dispatch_us)
+    assert at_times(half, 2.0, rtt).combine_us == pytest.approx(run.combine_us)
 
 
 def test_too_many_sequences_do_not_fit():

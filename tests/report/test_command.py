@@ -1,6 +1,7 @@
 """`bywash report`: files in, one page out, errors in words."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +22,26 @@ def test_a_folder_becomes_a_page_and_a_dashboard(tmp_path):
     assert "<!DOCTYPE html>" in page.read_text()
     assert json.loads(dashboard.read_text())["title"] == "bywash"
     assert "nothing in it is fetched" in done.output
+
+
+@pytest.mark.parametrize(
+    ("out", "dashboard", "words"),
+    [("x.json", "d.json", "--out .* is read here"), ("x.html", "x.json", "--dashboard"), ("y", "y", "is --out too")],
+)
+def test_what_is_read_is_not_written_over(tmp_path, out, dashboard, words):
+    source = tmp_path / "x.json"
+    source.write_text(to_json(PAGE))
+    arguments = ["report", source, "--out", tmp_path / out, "--dashboard", tmp_path / dashboard]
+    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert isinstance(done.exception, ConfigError)
+    assert re.search(words, str(done.exception))
+    assert source.read_text() == to_json(PAGE)
+
+
+def test_half_a_character_is_no_traceback(tmp_path):
+    (tmp_path / "x.json").write_text(to_json(PAGE).replace('"h"', r'"\ud800"'))
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "x.json"), "--out", str(tmp_path / "x.html")])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(

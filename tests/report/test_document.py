@@ -60,6 +60,22 @@ def test_a_wrong_file_names_its_field(path, value):
         from_json(data, "r.json")
 
 
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"kind": "bars", "title": "b", "names": ["a"], "values": [1, 2]}, "2 values, must be 1"),
+        ({"kind": "bars", "title": "b", "names": ["a"], "values": [float("inf")]}, "finite"),
+        ({"kind": "lines", "title": "l", "x": [0], "series": [{"name": "s", "y": []}], "x_name": "", "y_name": ""},
+         "0 y, must be 1"),
+        ({"kind": "heat", "title": "h", "rows": ["r"], "columns": ["c"], "values": [[]], "unit": ""}, "0 values"),
+    ],
+)  # fmt: skip
+def test_charts_whose_parts_do_not_fit_are_refused(block, words):
+    data = json.loads(to_json(REPORT)) | {"sections": [{"title": "x", "blocks": [block]}]}
+    with pytest.raises(ConfigError, match=words):
+        from_json(data, "r.json")
+
+
 def test_the_page_fetches_nothing_and_escapes_everything():
     page = render(REPORT)
     assert "<script" not in page
@@ -90,6 +106,7 @@ def test_empty_charts_can_be_drawn():
         Lines(title="none", x=(), series=(), x_name="", y_name=""),
         Heat(title="none", rows=(), columns=(), values=(), unit=""),
         Timeline(title="none", lanes=()),
+        Timeline(title="none", lanes=(Lane(name="a", spans=(Span(start_us=0, end_us=0, stage="experts"),)),)),
     ):
         ElementTree.fromstring(draw(block))
 

@@ -106,6 +106,7 @@ def test_network_shows_what_the_simulator_counted(incast):
         ("no json", "is no JSON"),
         ("[]", "JSON object"),
         ("{}", "is none of"),
+        ("1" * 5000, "is no JSON"),
         ('{"rows_per_layer_and_rank": [[1]]}', "model: Field required"),
         ('{"traceEvents": []}', "no timeline"),
         ('{"sections": 3}', "title: Field required"),

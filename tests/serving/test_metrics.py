@@ -41,6 +41,7 @@ def test_a_registry_shows_what_is_counted_later(counter):
     prometheus_client = pytest.importorskip("prometheus_client")
     registry = prometheus_client.CollectorRegistry()
     metrics.register(registry)
+    metrics.register(registry)  # a second time changes nothing
     counter["moe_steps"] = 4
     second = metrics.watch(lambda: {"moe_steps": 9}, rank="2")
     try:
@@ -49,6 +50,28 @@ def test_a_registry_shows_what_is_counted_later(counter):
         assert 'bywash_moe_steps_total{rank="2"} 9.0' in text
     finally:
         second()
+
+
+def test_two_exchanges_of_a_rank_are_one_line(counter):
+    second = metrics.watch(lambda: {"moe_steps": 9}, rank="1")
+    try:
+        assert [line for line in metrics.text().splitlines() if line.startswith(EXPECTED)] == [f"{EXPECTED} 12"]
+    finally:
+        second()
+
+
+def test_an_engine_without_prometheus_client_gets_no_publisher(monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/somewhere")
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    assert metrics.inside_engine(0) is None
+
+
+def test_published_every_so_often_whichever_steps_are_seen(monkeypatch):
+    publisher, published = metrics.Publisher(), []
+    monkeypatch.setattr(publisher, "publish", lambda: published.append(1))
+    for steps in range(1, 2 * metrics.PUBLISH_EVERY + 2, 2):  # two micro-batches in flight: never an even number
+        publisher.keep_up(steps)
+    assert len(published) == 2
 
 
 def test_over_http(counter):
@@ -77,7 +100,7 @@ from bywash import metrics
 values = {"moe_steps": 0}
 metrics.watch(lambda: values, rank="5")
 publisher = metrics.inside_engine(5)
-for values["moe_steps"] in (2, 7):
+for values["moe_steps"] in (1, 4, 3):  # opened anew after the second
     publisher.publish()
 """
 

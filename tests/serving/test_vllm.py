@@ -2,8 +2,9 @@
 
 import importlib.util
 import os
+import sys
 from importlib.metadata import entry_points
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,17 @@ def test_the_entry_point_is_found_and_does_nothing_unless_asked(monkeypatch):
     assert len(found) == 1
     found[0].load()()
     assert all2all_utils.maybe_make_prepare_finalize is before
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_another_vllm_is_refused_by_name(monkeypatch, installed):
+    path = "vllm.model_executor.layers.fused_moe"
+    names = [path.rsplit(".", depth)[0] for depth in (3, 2, 1)]
+    for name in (*names, path, f"{path}.all2all_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name) if installed else None)
+    monkeypatch.setenv("BYWASH_VLLM", "1")
+    with pytest.raises(ConfigError, match="and does not fit this one"):
+        vllm_plugin.register()
 
 
 def test_the_switch(monkeypatch):

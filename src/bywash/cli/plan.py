@@ -4,6 +4,7 @@ Thin: reads options, calls `bywash.planner`, writes what comes back. Heavy impor
 and those of `cli.plan_import`.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ app.command("schema")(schema)
 app.command("validate")(validate)
 
 INFEASIBLE = 3
+OLD_NAMED = 5
 
 
 @app.callback(invoke_without_command=True)
@@ -68,8 +70,8 @@ def plan(
         raise ConfigError("--cluster: must be given; examples/private-16x8-mixed.yaml is one")
     if not 1 <= jobs <= 256:
         raise ConfigError(f"--jobs {jobs}: must be 1 to 256")
-    if out is not None and out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: is no directory")
+    if out is not None:
+        _check_folder(out)
     writable(json_to, "--json", or_stdout=True)
     from bywash.planner.cluster import load_cluster
     from bywash.planner.model import load_model_shape
@@ -98,7 +100,19 @@ def load_trace(name: str | None) -> "RoutingTrace | None":
 
     if name is None:
         return None
-    return shipped_trace(name) if name in SHIPPED_TRACES and not Path(name).exists() else RoutingTrace.load(name)
+    return shipped_trace(name) if name in SHIPPED_TRACES and not Path(name).is_file() else RoutingTrace.load(name)
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder that cannot be made or written, before any work."""
+    try:
+        near = next(one for one in (out, *out.absolute().parents) if one.exists())
+        if not near.is_dir():
+            raise ConfigError(f"--out {out}: {near} is no directory")
+        if not os.access(near, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {out}: cannot write there: {near} may not be written")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out {out}: cannot write there: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _deliver(made: "Plan", out: Path | None, json_to: str | None) -> None:
@@ -111,6 +125,10 @@ def _deliver(made: "Plan", out: Path | None, json_to: str | None) -> None:
         files = plan_files(made) | report_files(made)
         write_files(out, files)
         lines.append(f"{len(files)} files in {out}")
+        old = older_files(out, files)
+        if old:
+            more = f" and {len(old) - OLD_NAMED} more" if len(old) > OLD_NAMED else ""
+            lines.append(f"left by an earlier plan, not of this one: {', '.join(old[:OLD_NAMED])}{more}")
     if json_to is not None:
         write_json(json_to, plan_json(made))
     if json_to != STDOUT:
@@ -124,11 +142,18 @@ def write_files(out: Path, files: dict[str, str]) -> None:
         for name, text in files.items():
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, "utf-8")
             if name.endswith(".sh"):
                 path.chmod(0o755)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there: {error.strerror or error}") from error
+
+
+def older_files(out: Path, files: dict[str, str]) -> list[str]:
+    """What an earlier plan left in the folder: names that a plan writes, but not this one."""
+    kinds = ("plan.yaml", "fabric.yaml", "topology.yaml", "g[0-9]*.sh", "g[0-9]*.lws.yaml", "fabric/*")
+    found = {path.relative_to(out).as_posix() for kind in kinds for path in out.glob(kind) if path.is_file()}
+    return sorted(found - files.keys())
 
 
 @contextmanager

@@ -33,7 +33,8 @@ def import_cluster(
     cluster = parse_cluster(data, note=f"imported from {kind}")
     try:
         out.write_text(f"# Imported from {kind}: {', '.join(str(file.name) for file in files)}; check it.\n"
-                       + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120))  # fmt: skip
+                       + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120),
+                       "utf-8", errors="replace")  # fmt: skip
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write it: {error.strerror or error}") from error
     with printing():

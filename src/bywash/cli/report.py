@@ -22,6 +22,7 @@ def report(
     """Draw plans and runs as one HTML page that needs no network."""
     replaceable(out, "--out")
     replaceable(dashboard, "--dashboard")
+    _check_apart(sources, out, dashboard)
     from bywash.report.document import joined
     from bywash.report.page import render
     from bywash.report.sources import load_report
@@ -36,8 +37,17 @@ def report(
         print(f"{out}: {len(page) / 1e3:,.0f} kB, nothing in it is fetched from elsewhere")
 
 
+def _check_apart(sources: list[Path], out: Path, dashboard: Path | None) -> None:
+    """Refuse to write over what is read, or one file over the other."""
+    if dashboard is not None and dashboard.absolute() == out.absolute():
+        raise ConfigError(f"--dashboard {dashboard}: is --out too; give it another name")
+    for flag, file in (("--out", out), ("--dashboard", dashboard)):
+        if file is not None and file.exists() and any(one.exists() and one.samefile(file) for one in sources):
+            raise ConfigError(f"{flag} {file}: is read here and would be overwritten; give another name")
+
+
 def _write(path: Path, text: str, flag: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, "utf-8", errors="replace")  # JSON may hold half a character
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot write it: {error.strerror or error}") from error

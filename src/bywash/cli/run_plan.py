@@ -1,8 +1,9 @@
 """`bywash run --plan`: what a plan decided for a group, put into the request of a run.
 
-Taken over: ranks, placement, speeds, slots with their limits, overlap, exchange, combine and micro-batch. What a person
-gives on the command line goes before the plan. tp, schedules between NICs and switch settings are for engines and
-fabrics; a run has none of them. Called by `cli.run`.
+Taken over: ranks, placement, speeds, slots with alpha and break-even, overlap, exchange, combine and micro-batch. What
+a person gives on the command line goes before the plan. Left alone: tp, schedules between NICs and switch settings, of
+which a run has none, and the capacity, which is for steps of the workload: in a shorter run it would be below the
+break-even. Called by `cli.run`.
 """
 
 from dataclasses import fields, replace
@@ -23,6 +24,8 @@ def under_plan(request: RunRequest, path: str, group: str, context: typer.Contex
     from bywash.planner.output.plan_file import load_plan_file
 
     chosen = load_plan_file(path).group(group)
+    given = {one.name for one in fields(request) if _given(context, one.name)}
+    slots = request.slots if "slots" in given else chosen.slots
     wanted: dict[str, Any] = {
         "ranks": chosen.ranks,
         "exchange": chosen.exchange,
@@ -30,12 +33,10 @@ def under_plan(request: RunRequest, path: str, group: str, context: typer.Contex
         "micro_batch": chosen.micro_batch,
         "overlap": chosen.overlap,
         "slots": chosen.slots,
-        "capacity_factor": chosen.capacity_factor,
         "speeds": tuple(chosen.speeds),
-        "alpha": chosen.alpha if chosen.slots else None,
-        "break_even": chosen.break_even if chosen.slots else None,
+        "alpha": chosen.alpha if slots else None,
+        "break_even": chosen.break_even if slots else None,
     }
-    given = {one.name for one in fields(request) if _given(context, one.name)}
     if "ranks" in given and request.ranks != chosen.ranks:
         raise ConfigError(f"--ranks {request.ranks}: the plan places experts on {chosen.ranks} ranks; leave it out")
     if "speeds" in given:

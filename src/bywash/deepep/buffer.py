@@ -18,11 +18,11 @@ from bywash.deepep.event import EventHandle, EventOverlap
 from bywash.deepep.handle import EPHandle
 from bywash.deepep.lane import Lane
 from bywash.deepep.request import Request, Way, cached_request, first_request
+from bywash.deepep.weights import PIECES
 from bywash.deepep.work import Options, Work
 from bywash.errors import ConfigError
 from bywash.exchange import Group
 from bywash.exchange.borrowed import BorrowedGroup
-from bywash.exchange.carrier import RowCarrier
 from bywash.exchange.carriers import open_carrier
 from bywash.exchange.payload import RowFormat
 from bywash.exchange.peer_layout import PeerLayout
@@ -80,7 +80,8 @@ class ElasticBuffer:
             num_max_tokens_per_rank: the most tokens of a rank in any dispatch that does not say otherwise.
             hidden, num_topk, use_fp8_dispatch: for `num_bytes` only; a dispatch brings its own.
             allow_multiple_reduction: False is supported for plain layouts, where it changes nothing.
-            num_cpu_timeout_secs, num_gpu_timeout_secs: the shorter one bounds every wait on other ranks.
+            num_cpu_timeout_secs, num_gpu_timeout_secs: the shorter one bounds every wait on other ranks of a torch
+                group; rows between hosts, and a bywash `Group`, have the group's own timeout.
 
         Raises:
             ConfigError: what is not supported.
@@ -167,8 +168,7 @@ class ElasticBuffer:
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait for all that was begun here, then for every rank. On the host, whatever the arguments say."""
-        for work in self._works.values():
-            work.carrier.check()
+        self.check()
         self._group.share("here", "a barrier")
 
     def dispatch(
@@ -231,6 +231,7 @@ class ElasticBuffer:
             do_cpu_sync,
             do_expand,
         )
+        _check_stats(cumulative_local_expert_recv_stats, request, self.num_ranks)
         work = self._work(request.way, request.most, num_sms)
         options = Options(
             stats_L=cumulative_local_expert_recv_stats,
@@ -290,13 +291,27 @@ class ElasticBuffer:
         if handle.do_expand and not self.allow_multiple_reduction:
             _unsupported("allow_multiple_reduction=False", "expanded rows are summed per rank before they travel")
         work: Work = handle._work
+        if work not in self._works.values():
+            raise ConfigError("deepep: combine with a handle of another buffer, or of one that was destroyed")
         rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         if x.dim() != 2 or x.shape[0] != rows or x.dtype != work.carrier.dtype:
             raise ConfigError(
                 f"deepep: combine of {list(x.shape)} {x.dtype}; the handle is for {rows} rows of {work.carrier.dtype}"
             )
-        _use_multiprocessors(work.carrier, num_sms or handle.num_sms)
+        room = work.carrier.columns - PIECES * handle.topk_idx.shape[1]
+        if x.shape[1] > room or x.device != handle.topk_idx.device:
+            raise ConfigError(
+                f"deepep: combine of {list(x.shape)} on {x.device}; the dispatch was on {handle.topk_idx.device} and "
+                f"left room for {room} columns"
+            )
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        shape = (handle.topk_idx.shape[0], x.shape[1])
+        for part in biases:
+            if part.shape != shape or part.device != x.device:
+                raise ConfigError(
+                    f"deepep: combine with a bias {list(part.shape)} on {part.device}; {list(shape)} is due"
+                )
+        work.carrier.use_multiprocessors(num_sms or handle.num_sms)
         takes = (x, topk_weights, *biases, *handle.tensors())
         after = (previous_event, previous_event_before_epilogue)
         with self._lane.call(takes, after, is_async=async_with_compute_stream) as call:
@@ -308,6 +323,7 @@ class ElasticBuffer:
 
     def check(self) -> None:
         """Wait for the device and raise what went wrong on it. Beyond DeepEP: calls without a host sync cannot know."""
+        self._lane.settle()  # a carrier waits for the current stream, which an asynchronous call did not run on
         for work in self._works.values():
             work.carrier.check()
 
@@ -369,13 +385,21 @@ class ElasticBuffer:
             )
             self._works[way] = Work.of(carrier, way.format)
         work = self._works[way]
-        _use_multiprocessors(work.carrier, num_sms)
+        work.carrier.use_multiprocessors(num_sms)
         return work
 
 
-def _use_multiprocessors(carrier: RowCarrier, num_sms: int) -> None:
-    if num_sms:
-        carrier.use_multiprocessors(num_sms)
+def _check_stats(stats_L: Tensor | None, request: Request, ranks: int) -> None:
+    """Counts are added to it wherever it lies: it must be what the kernels take it for."""
+    if stats_L is None:
+        return
+    experts = request.num_experts // ranks
+    fits = stats_L.shape == (experts,) and stats_L.dtype == torch.int32 and stats_L.is_contiguous()
+    if not fits or stats_L.device != request.x.device:
+        raise ConfigError(
+            f"deepep: cumulative_local_expert_recv_stats {list(stats_L.shape)} {stats_L.dtype} on {stats_L.device}; "
+            f"contiguous int32 [{experts}] on {request.x.device} is needed"
+        )
 
 
 def _unsupported(name: str, why: str) -> NoReturn:

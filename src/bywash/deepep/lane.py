@@ -75,6 +75,11 @@ class Lane:
                 if tensor is not None:
                     tensor.record_stream(user)
 
+    def settle(self) -> None:
+        """Let the host wait for the last call, on whichever stream it ran."""
+        if self._last is not None:
+            self._last.synchronize()
+
     def _follow(self, stream: torch.cuda.Stream) -> None:
         """Let `stream`, the current one, wait for the call before this. A capture begins when that one has ended."""
         last, self._last = self._last, stream

@@ -92,6 +92,8 @@ def outputs(x: Tensor, topk_weights: Tensor | None, handle: EPHandle, columns: i
     """[N, W]: outputs to return, one row for each received one, with weights in pieces behind them."""
     local_NK = handle._recv_topk_idx
     if handle.do_expand:
+        if topk_weights is not None:
+            check_returned(topk_weights, x.shape[:1], x.dtype)
         x = reduce_rows(x, handle.slots_NK)
         if topk_weights is not None:
             padded_X = torch.cat([topk_weights, topk_weights.new_zeros(1)])  # -1 reads the last, a zero

@@ -75,6 +75,9 @@ class Request:
         if self.topk_idx.dtype not in (torch.int64, torch.int32):
             raise ConfigError(f"deepep: topk_idx is {self.topk_idx.dtype}, not int64 or int32")
         weights = self.topk_weights
+        places = {str(part.device) for part in (self.x, self.scales, self.topk_idx, weights) if part is not None}
+        if len(places) > 1:
+            raise ConfigError(f"deepep: x, scales, topk_idx and topk_weights are on {' and '.join(sorted(places))}")
         if weights is not None and (weights.shape != self.topk_idx.shape or weights.dtype != torch.float32):
             raise ConfigError(
                 f"deepep: topk_weights {list(weights.shape)} {weights.dtype}; float32 {list(self.topk_idx.shape)} "

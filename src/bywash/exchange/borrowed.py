@@ -24,8 +24,9 @@ class BorrowedGroup(Group):
         """Meet the other ranks; returns when all have come. Every rank of the group calls, equally often.
 
         Args:
-            process_group: made by `init_process_group` or `new_group`. Its backend matters only to the `gloo` exchange.
-            deadline_s: how long any wait on the others may take, seconds.
+            process_group: made by `init_process_group` or `new_group`. Its backend matters only to the `gloo` exchange,
+                whose waits are bounded by the process group's own timeout.
+            deadline_s: how long any other wait on the others may take, seconds.
 
         Raises:
             ConfigError: a deadline of nothing, or a group that this rank is not in.

@@ -10,9 +10,8 @@ or combine twice: a step that stays open is closed with an output that nobody re
 that is closed already is opened again by sending rows that nobody reads. Both cost what they send; both happen on all
 ranks alike, since all make the same calls.
 
-Shapes: T tokens of this rank, J ranks of a token at most, R ranks, N rows that arrived, P
-places for them, W columns of an output row, B
-bytes of a row on its way out.
+Shapes: T tokens of this rank, J ranks of a token at most, R ranks, N rows that arrived, P places for them, W columns of
+an output row, B bytes of a row on its way out.
 """
 
 from abc import ABC, abstractmethod

@@ -206,7 +206,9 @@ class NodeDevice:
         return add(own, back, place_OT, channel.known_TK, channel.own_weights_TK, self.tables)
 
     def check(self) -> None:
-        """Wait for the device and raise what went wrong, if anything did. Nothing works after a failure.
+        """Wait for the current stream and raise what went wrong, if anything did. Nothing works after a failure.
+
+        Steps must have been launched on it, or it must wait for them.
 
         Raises:
             RankLostError, PlanMismatchError, ConfigError: with the ranks at fault.

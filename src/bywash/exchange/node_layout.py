@@ -107,7 +107,12 @@ def node_capacity(tokens: int, top_k: int, experts: int, hosts: int, *, sigmas: 
     A token needs a given host with probability 1 - C(E - e, K) / C(E, K), where the host has e = E / H experts.
 
     Example: 4,096 tokens, top-8 of 256 experts on 2 hosts: 0.9965, 4,096 rows; on 8 hosts 0.662, 2,832 rows.
+
+    Raises:
+        ConfigError: more experts for a token than there are.
     """
+    if top_k > experts:
+        raise ConfigError(f"exchange across hosts: top-{top_k} of {experts} experts")
     share = -(-experts // hosts)
     chance = 1 - comb(experts - share, top_k) / comb(experts, top_k)
     rows = tokens * chance + sigmas * sqrt(tokens * chance * (1 - chance))

@@ -6,7 +6,8 @@ Schedules: `together` is one group call; `rotated` goes through the other hosts 
 receive from at a time, each turn behind the one before (no incast).
 
 NCCL's waits have no clock. `finished` is the host's, and `abort` ends them, so that a process outlives a lost host;
-torch's own watchdog, which would end the process instead, is switched off for groups opened here.
+torch's own watchdog, which would end the process instead, is switched off for NCCL groups that the process opens from
+then on, unless TORCH_NCCL_ASYNC_ERROR_HANDLING is set already.
 
 Knows nothing of what travels. `node_device` calls it; tests put a wire of their own in its place.
 """

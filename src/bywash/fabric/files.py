@@ -56,7 +56,7 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
         data = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file}: cannot read it: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: such as a date that is none
         raise ConfigError(f"{file}: is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: must hold fields such as topology and traffic")

@@ -137,6 +137,7 @@ class ExpertParallel:
         Of a step with more pairs than the pool allows on some rank, only the first tokens; `combine` does the rest.
         """
         self._check_shapes(x_TD, routing)
+        self._waiting.pop(part, None)  # of a step that ended in an error
         plan = self.plans.get(part) if reuse_plan else None
         if plan is None or (self.pool is not None and not self.pool.may_reuse(plan)):
             plan = self._counted(routing, part, ahead=reuse_plan)

@@ -4,6 +4,7 @@ H topology hosts are NIC ports (see `fabric.topology`); a host here is a server.
 `load_cluster` reads what people write (`cluster_file`); importers make the same from what operators have.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,7 +77,11 @@ class Cluster:
 
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file. Raises `ConfigError`: unreadable, or a field is wrong, with its path in front."""
-    return parse_cluster(read_yaml(path), note=Path(path).name)
+    file = Path(path)
+    data = read_yaml(file)
+    if data["name"] == file.stem:  # it has no name of its own
+        data["name"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem).strip("_.-")[:64] or "cluster"
+    return parse_cluster(data, note=file.name)
 
 
 def parse_cluster(data: Mapping[str, Any], note: str = "") -> Cluster:
@@ -97,6 +102,7 @@ def build_cluster(file: ClusterFile, note: str = "") -> Cluster:
     known = dict(DEVICES)
     for name, own in file.devices.items():
         base = find_device(own.like, known, f"cluster.devices.{name}.like")
+        _check_name(name, base)
         given = {key: value for key, value in own.model_dump(exclude={"like"}).items() if value is not None}
         known[name] = replace(base, name=name, source=f"the cluster file, like {own.like}", **given)
     hosts = _hosts(file, known)
@@ -116,6 +122,15 @@ def build_cluster(file: ClusterFile, note: str = "") -> Cluster:
         for node in topology.nodes[topology.hosts :]
     }
     return Cluster(name=file.name, hosts=hosts, topology=topology, asics=asics, note=note)
+
+
+def _check_name(name: str, base: Device) -> None:
+    """Measured rates and CPU ranks go by a generation's name, so that an own one may not borrow it."""
+    if name in DEVICES:
+        raise ConfigError(f"cluster.devices.{name}: is a known generation; give yours another name, such as {name}-own")
+    if Device.is_cpu_name(name) != base.is_cpu:
+        begin = "must begin with cpu" if base.is_cpu else "must not begin with cpu"
+        raise ConfigError(f"cluster.devices.{name}: is like {base.name}, so that its name {begin}")
 
 
 def _hosts(file: ClusterFile, known: dict[str, Device]) -> tuple[Host, ...]:

@@ -21,12 +21,14 @@ class Deployment:
         outcomes: of the groups that serve, each feasible on its own.
         idle: hosts without work, and why: (host numbers, reason).
         binding: bounds that the whole breaks.
+        missed: outcomes of groups that went idle when their exchange was simulated.
     """
 
     label: str
     outcomes: tuple[Outcome, ...]
     idle: tuple[tuple[tuple[int, ...], str], ...] = ()
     binding: tuple[Binding, ...] = ()
+    missed: tuple[Outcome, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,7 +106,8 @@ def rank_deployments(
     cuts: Sequence[tuple[str, list[tuple[int, ...]]]],
     found: dict[tuple[Any, ...], GroupSearch],
 ) -> list[Deployment]:
-    """Deployments by tokens per second: every cut of all hosts, and the best two cuts of each generation combined."""
+    """Deployments by tokens per second: every cut of all hosts, and the best two cuts of each generation combined. A
+    cluster of one generation keeps every cut: these are priced with bounds, and the third may be the best in truth."""
     made: dict[str, list[Deployment]] = {}
     for label, groups in cuts:
         outcomes, idle = [], []
@@ -120,7 +123,7 @@ def rank_deployments(
     everything = made.pop("all", [])
     combined = [Deployment(label="", outcomes=())]
     for alternatives in made.values():
-        best = sorted(alternatives, key=lambda one: -one.tokens_per_s)[:2]
+        best = sorted(alternatives, key=lambda one: -one.tokens_per_s)[: 2 if len(made) > 1 else None]
         combined = [_joined(a, b) for a in combined for b in best]
     distinct = {tuple(one.candidate.group.hosts for one in made.outcomes): made for made in everything + combined}
     checked = [within_target(one, problem) for one in distinct.values()]

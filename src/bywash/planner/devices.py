@@ -32,7 +32,12 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         """Whether this is a core of a host: for plans that a laptop runs."""
-        return self.name.startswith("cpu")
+        return self.is_cpu_name(self.name)
+
+    @staticmethod
+    def is_cpu_name(name: str) -> bool:
+        """By name, since launch files know no more of a device."""
+        return name.startswith("cpu")
 
     def tflops(self, dtype: str) -> float:
         """The peak at which weights of `dtype` (fp8, mxfp4, bf16, fp32) are multiplied; bf16's where fp8 is missing."""

@@ -5,7 +5,7 @@ the exchange's heap takes the worst case, as `exchange.peer_layout` allocates it
 the mean and waves beyond it, which is designed, not built. `search` and `cost` call it; the report shows it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bywash.planner.devices import Device
 from bywash.planner.model import ModelShape
@@ -143,7 +143,5 @@ def _heap(model: ModelShape, fill: Fill) -> Entry:
 
 def most_experts(model: ModelShape, device: Device, fill: Fill) -> int:
     """How many experts of each layer fit on a rank with one sequence of cache, whatever `fill.experts` says; from 0."""
-    from dataclasses import replace
-
     bare = make_ledger(model, device, replace(fill, experts=0, sequences=1))
     return max(0, min(model.experts, bare.free_bytes // (model.moe_layers * model.expert_bytes)))

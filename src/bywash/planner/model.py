@@ -191,7 +191,7 @@ def from_config(data: Mapping[str, Any], name: str, note: str = "") -> ModelShap
 
 
 def _dense_layers(data: Mapping[str, Any], layers: int) -> int:
-    only = data.get("mlp_only_layers") or []
+    only = _list(data, "mlp_only_layers")
     first = _whole(data, "first_k_dense_replace", least=0, default=0)
     step = _whole(data, "decoder_sparse_step", "moe_layer_freq", default=1)
     dense = sum(i < first or i in only or (i + 1) % step != 0 for i in range(layers))
@@ -234,7 +234,7 @@ def _attention(data: Mapping[str, Any], layers: int, hidden: int) -> Attention:
 
 def _window(data: Mapping[str, Any], layers: int) -> int:
     """The sliding window if every layer has one; models that mix kinds are costed with full attention everywhere."""
-    kinds = data.get("layer_types") or []
+    kinds = _list(data, "layer_types")
     if kinds and all(kind == "sliding_attention" for kind in kinds):
         return _whole(data, "sliding_window", default=0, least=0)
     return 0
@@ -252,6 +252,13 @@ def _dtype(data: Mapping[str, Any]) -> str:
     if name not in known:
         raise ConfigError(f"model.torch_dtype = {name!r}: must be one of {', '.join(known)}")
     return known[name]
+
+
+def _list(data: Mapping[str, Any], name: str) -> list[Any]:
+    value = data.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ConfigError(f"model.{name} = {value!r}: must be a list")
+    return value or []
 
 
 def _whole(data: Mapping[str, Any], *names: str, least: int = 1, default: int | None = None) -> int:

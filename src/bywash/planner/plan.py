@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bywash.balance.limits import MOST_ROWS
+from bywash.balance.limits import Limits
 from bywash.balance.placement import Placement
-from bywash.models.overflow import OverflowOptions
 from bywash.planner.candidate import Outcome, Problem
 from bywash.planner.cluster import Cluster
 from bywash.planner.common_home import common_placement
@@ -172,46 +171,13 @@ def _groups(problem: Problem, result: SearchResult) -> tuple[PlannedGroup, ...]:
     return tuple(made)
 
 
-def overflow_of(outcome: Outcome, prefill_pairs: int, experts: int) -> OverflowOptions | None:
-    """The chosen slots as `bywash run` takes them; without a cap where that would hold fewer rows than a copy is worth.
-
-    Args:
-        outcome: with the rule.
-        prefill_pairs: (token, expert) pairs of the largest step, over all ranks.
-        experts: of a layer.
-    """
+def replay_of(trace: RoutingTrace, home: Placement, outcome: Outcome, cost: GroupCost) -> Replay:
+    """The trace under the plan, as `bywash run --plan` will run it: with the chosen slots, without their cap."""
     rule = outcome.candidate.rule
     if not rule.slots:
-        return None
-    fits = rule.capacity_factor * prefill_pairs / experts >= rule.break_even
-    return OverflowOptions(
-        slots=rule.slots,
-        capacity_factor=rule.capacity_factor if fits else 0.0,
-        alpha_1024=rule.alpha_1024,
-        break_even=rule.break_even,
-    )
-
-
-def group_overflow(sample: Sample, outcome: Outcome, cost: GroupCost) -> OverflowOptions | None:
-    """The same for the trace's own prefill, or for that of the workload."""
-    trace = sample.recorded
-    tokens = int(trace.step_tokens_S[0]) if trace is not None and trace.steps else cost.tokens_of("prefill", 0)
-    model = cost.problem.model
-    return overflow_of(outcome, tokens * model.top_k, model.experts)
-
-
-def replay_of(trace: RoutingTrace, home: Placement, outcome: Outcome, cost: GroupCost) -> Replay | None:
-    """The trace under the plan, as `bywash run --plan` will run it."""
-    overflow = group_overflow(cost.problem.sample, outcome, cost)
-    if overflow is None:
         return replay(trace, home, micro_batch=MICRO_BATCH)
-    tokens = int(trace.step_tokens_S[0]) if trace.steps else 0
-    limits = overflow.limits(tokens=tokens, top_k=trace.top_k, experts=trace.num_experts, speeds=run_speeds(cost))
-    most_pairs = MOST_ROWS
-    if overflow.capacity_factor:
-        own = int(np.bincount(home.home_E).max())
-        most_pairs = max((own + overflow.slots) * limits.capacity, home.ranks * trace.top_k)
-    return replay(trace, home, micro_batch=MICRO_BATCH, limits=limits, slots=overflow.slots, most_pairs=most_pairs)
+    limits = Limits(alpha_1024=rule.alpha_1024, fetch_rows=rule.break_even, speeds=run_speeds(cost))
+    return replay(trace, home, micro_batch=MICRO_BATCH, limits=limits, slots=rule.slots)
 
 
 def run_speeds(cost: GroupCost) -> tuple[int, ...]:

@@ -129,7 +129,21 @@ def simulate_group(problem: Problem, outcome: Outcome, sending: Sending) -> tupl
     cost = replace(cost, exchange=lines["decode"], prefill_exchange=lines["prefill"], _known={})
     priced = [cost.price(n, chosen.rule, sending) for n in _near(problem, chosen.sequences)]
     feasible = [one for one in priced if one.feasible]
-    return max(feasible or priced, key=lambda one: one.tokens_per_s), runs
+    best = max(feasible or priced, key=lambda one: one.tokens_per_s)
+    times = best.candidate.sequences / chosen.sequences
+    return best, runs | {"decode": at_times(runs["decode"], times, problem.network.rtt_us)}
+
+
+def at_times(run: Simulated, times: float, rtt_us: float) -> Simulated:
+    """The same exchange with `times` as many tokens, along the line that `with_simulation` lays through it.
+
+    Example: 110 us with a round trip of 10 us, half as many tokens: 60 us.
+    """
+    if times == 1:
+        return run
+    dispatch, combine = (rtt_us + max(0.0, us - rtt_us) * times for us in (run.dispatch_us, run.combine_us))
+    how = f"{run.arithmetic}; {times:.3g} times as many tokens"
+    return replace(run, dispatch_us=dispatch, combine_us=combine, arithmetic=how)
 
 
 def _near(problem: Problem, sequences: int) -> list[int]:
@@ -148,7 +162,7 @@ def _repriced(
     """The deployments with simulated figures where there are; a group that breaks a bound now goes idle."""
     made = []
     for deployment in front:
-        outcomes, idle = [], list(deployment.idle)
+        outcomes, idle, missed = [], list(deployment.idle), list(deployment.missed)
         for one in deployment.outcomes:
             hosts = one.candidate.group.hosts
             kind = kind_of(cluster, hosts)
@@ -157,7 +171,9 @@ def _repriced(
                 outcomes.append(fresh)
             else:
                 idle.append((hosts, str(fresh.binding[0])))
-        made.append(within_target(replace(deployment, outcomes=tuple(outcomes), idle=tuple(idle)), problem))
+                missed.append(fresh)
+        changed = replace(deployment, outcomes=tuple(outcomes), idle=tuple(idle), missed=tuple(missed))
+        made.append(within_target(changed, problem))
     return sorted(made, key=lambda one: (not one.feasible, -one.tokens_per_s))
 
 
@@ -180,9 +196,11 @@ def _together(problem: Problem, winner: Deployment, simulated: Runs) -> Deployme
                 simulated[key] = replace(alone, dispatch_us=dispatch, combine_us=combine, arithmetic=how)
     fresh = {one.candidate.group.hosts: _priced(cost, one, simulated) for cost, one in zip(costs, groups)}
     outcomes = [fresh.get(one.candidate.group.hosts, one) for one in winner.outcomes]
-    idle = [(one.candidate.group.hosts, str(one.binding[0])) for one in outcomes if not one.feasible]
+    missed = [one for one in outcomes if not one.feasible]
+    idle = [(one.candidate.group.hosts, str(one.binding[0])) for one in missed]
     kept = tuple(one for one in outcomes if one.feasible)
-    return within_target(replace(winner, outcomes=kept, idle=(*winner.idle, *idle)), problem)
+    changed = replace(winner, outcomes=kept, idle=(*winner.idle, *idle), missed=(*winner.missed, *missed))
+    return within_target(changed, problem)
 
 
 def _layers(cost: GroupCost, phase: str, outcome: Outcome) -> tuple[LayerBytes, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bywash.balance.counters import LayerCounters, imbalance
-from bywash.balance.limits import MOST_ROWS, Limits
+from bywash.balance.limits import Limits
 from bywash.balance.placement import Placement
 from bywash.balance.plan import StepPlan, plan_step
 from bywash.routing.trace import PREFILL, RoutingTrace
@@ -51,29 +51,25 @@ def replay(
     micro_batch: int,
     limits: Limits | None = None,
     slots: int = 0,
-    most_pairs: int = MOST_ROWS,
-) -> Replay | None:
-    """Every step of the trace, layer by layer; None where a step would be done in waves, whose parts depend on tokens.
+) -> Replay:
+    """Every step of the trace, layer by layer. Without a cap no step is done in waves.
 
     Args:
         trace: recorded; prompts in groups of `micro_batch` are dealt to ranks in turn, as a run does.
         placement: the home of each expert, the same in all layers.
         micro_batch: of the run.
-        limits, slots, most_pairs: as `bywash run` derives them; without limits every row is computed at home.
+        limits, slots: as `bywash run` derives them, no capacity among them; without limits all rows stay at home.
     """
     ranks = placement.ranks
     rank_P = np.arange(trace.prompts) // micro_batch % ranks
     layers = [_Layer(number, placement) for number in range(len(trace.layers))]
-    pool = _Pool(ranks, limits, slots, trace, most_pairs) if limits is not None else None
+    pool = _Pool(ranks, limits, slots, trace) if limits is not None else None
     rows_LR = np.zeros((len(layers), ranks), np.int64)
     for step in range(trace.steps):
         ahead = int(trace.step_phase_S[step]) != PREFILL
         for number, layer in enumerate(layers):
             counts_RE = trace.counts_RE(step, trace.layers[number], ranks, rank_P)
-            rows_R = layer.step(counts_RE, pool, ahead)
-            if rows_R is None:
-                return None
-            rows_LR[number] += rows_R
+            rows_LR[number] += layer.step(counts_RE, pool, ahead)
     return Replay(rows_LR=rows_LR, counters=tuple(pool.slots.counters) if pool is not None else ())
 
 
@@ -84,15 +80,13 @@ class _Layer:
         self._number, self._placement = number, placement
         self._plan: StepPlan | None = None
 
-    def step(self, counts_RE: NDArray[np.int32], pool: "_Pool | None", ahead: bool) -> NDArray[np.int64] | None:
-        """Rows of each rank: int64 [R]; None for a step in waves."""
+    def step(self, counts_RE: NDArray[np.int32], pool: "_Pool | None", ahead: bool) -> NDArray[np.int64]:
+        """Rows of each rank: int64 [R]."""
         if pool is None:
             return plan_step(counts_RE, self._placement).rows_R
         plan = self._plan if ahead else None
         if plan is None or not pool.slots.may_reuse(plan):
             plan = self._plan = pool.plan(counts_RE, self._placement, self._number, ahead)
-            if int(plan.rows_R.max()) > pool.slots.most_pairs:
-                return None
         pool.fill(self._number)
         if ahead:
             self._plan = pool.plan(counts_RE, self._placement, self._number, ahead)
@@ -102,7 +96,7 @@ class _Layer:
 class _Pool:
     """The runtime's own pool, and which slots still lack the weights that a plan gave them."""
 
-    def __init__(self, ranks: int, limits: Limits, slots: int, trace: RoutingTrace, most_pairs: int) -> None:
+    def __init__(self, ranks: int, limits: Limits, slots: int, trace: RoutingTrace) -> None:
         from bywash.moe.slots import SlotPool
 
         exchange = cast(Any, SimpleNamespace(ranks=ranks))  # the pool asks for no more until weights are to come
@@ -112,7 +106,6 @@ class _Pool:
             slots=slots,
             experts=trace.num_experts,
             layers=len(trace.layers),
-            most_pairs=most_pairs,
             ahead_pairs=trace.prompts * trace.top_k,
         )
         self._missing_RS = np.zeros((ranks, slots), np.bool_)

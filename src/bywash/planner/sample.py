@@ -2,10 +2,10 @@
 
 Shapes: N tokens of the pool, L sampled layers, K experts per token, E experts, R ranks.
 
-A trace of the planned model (same E and K) gives the tokens themselves. A trace of another model gives its skew: the
-Zipf exponent of each layer, with the planned model's E and K, hot experts at other places in each layer. Without a
-trace the exponent is 0.45, as in the study of the fabric (DeepSeek-V3's counts have 0.43 to 0.58). Knows nothing of
-placements or networks.
+A trace of the planned model (same E, K and number of MoE layers) gives the tokens themselves. One of another model
+gives its skew: the Zipf exponent of each layer, with the planned model's E and K, hot experts at other places in each
+layer. Without a trace the exponent is 0.45, as in the study of the fabric (DeepSeek-V3's counts have 0.43 to 0.58).
+Knows nothing of placements or networks.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from bywash.routing.skew import zipf_popularity
 from bywash.routing.summary import zipf_exponent
 from bywash.routing.trace import RoutingTrace
 
-ZIPF = 0.45
+ZIPF, MOST_ZIPF = 0.45, 10.0
 LAYERS = 2
 """Layers that stand for all: as far apart as the model allows."""
 POOL_TOKENS = 16_384
@@ -63,14 +63,15 @@ def make_sample(model: ModelShape, trace: RoutingTrace | None, seed: int = 0) ->
         exponents, note = [ZIPF] * LAYERS, f"Zipf law of exponent {ZIPF}, no trace"
     elif not trace.tokens:
         raise ConfigError("--trace: holds no tokens; record a run that generates some")
-    elif (trace.num_experts, trace.top_k) == (model.experts, model.top_k):
+    elif (trace.num_experts, trace.top_k, len(trace.layers)) == (model.experts, model.top_k, model.moe_layers):
         return _recorded(trace, seed)
     else:
         picked = _spread(len(trace.layers))
-        exponents = [float(np.nan_to_num(x)) for x in zipf_exponent(trace.counts_LE()[picked])]
+        fitted = np.clip(np.nan_to_num(zipf_exponent(trace.counts_LE()[picked])), 0.0, MOST_ZIPF)  # even: -1e-17
+        exponents = [float(x) for x in fitted]
         note = (
             f"Zipf laws of exponents {', '.join(f'{x:.2f}' for x in exponents)}, fitted to a trace of another model "
-            f"({trace.num_experts} experts, top-{trace.top_k})"
+            f"({trace.num_experts} experts, top-{trace.top_k}, {len(trace.layers)} layers)"
         )
     return _drawn(model, exponents, note, seed)
 
@@ -113,7 +114,15 @@ def _drawn(model: ModelShape, exponents: list[float], note: str, seed: int) -> S
 def _law(model: ModelShape, exponent: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """Shares of the experts, none above what K distinct choices allow."""
     share_E = zipf_popularity(model.experts, exponent)
-    share_E = np.minimum(share_E / share_E.sum(), 0.9 / model.top_k)
+    share_E, most = share_E / share_E.sum(), 0.9 / model.top_k
+    full_E = np.zeros(model.experts, np.bool_)
+    while (share_E > most).any():  # what is cut off goes to the others, which may then be too large themselves
+        full_E |= share_E > most
+        if full_E.all():
+            break
+        share_E[full_E] = most
+        share_E[~full_E] *= (1 - most * full_E.sum()) / share_E[~full_E].sum()
+    share_E = np.minimum(share_E, most)
     return np.asarray(rng.permutation(share_E / share_E.sum()))
 
 

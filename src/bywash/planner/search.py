@@ -137,7 +137,7 @@ def _best_way(problem: Problem, group: Group, outcomes: list[Outcome]) -> GroupC
     costs = [GroupCost.of(problem, group, way) for way in ways]
     first = problem.workload.sequences or FIRST_SEQUENCES
     priced = [cost.price(first) for cost in costs]
-    if not problem.workload.slots:
+    if not problem.workload.slots or costs[0].traffic is None:
         outcomes += priced
     if costs[0].traffic is None:
         return None
@@ -198,8 +198,9 @@ def _distance(outcome: Outcome) -> tuple[bool, float]:
 def _infeasible(ranked: Sequence[Deployment], searches: Sequence[GroupSearch], priced: int) -> SearchResult:
     """Nothing keeps every bound: what comes closest, and what binds it."""
     near = [one.nearest for one in searches if one.nearest is not None]
+    near += [outcome for one in ranked for outcome in one.missed]
     nearest = min(near, key=_distance, default=None)
-    served = [one for one in ranked if one.outcomes]
+    served = [one for one in ranked if one.outcomes and one.binding]
     binding = served[0].binding if served else nearest.binding if nearest is not None else ()
     if not binding:
         raise ConfigError("cluster: no group of hosts has at most as many devices as the model has experts")

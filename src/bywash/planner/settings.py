@@ -6,8 +6,10 @@ simulated packet by packet on one layer of prefill of every group, together; the
 switches, nothing of models. `plan` calls it.
 """
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from bywash.errors import ConfigError
 from bywash.fabric.config.plan import FabricPlan
@@ -167,16 +169,17 @@ def values_data(cluster: Cluster) -> dict[str, object]:
 
 
 def _patterns(cluster: Cluster) -> list[tuple[str, str]]:
-    """`leaf*` where all switches of that name agree."""
-    stems: dict[str, set[str]] = {}
-    for name, asic in cluster.asics.items():
-        stems.setdefault(name.rstrip("0123456789"), set()).add(asic)
+    """`leaf*` where all switches that this matches agree, else their names: `s*` of `s0` matches `spine0` too."""
+    stems: dict[str, list[str]] = {}
+    for name in cluster.asics:
+        stems.setdefault(glob.escape(name.rstrip("0123456789")), []).append(name)
     found = []
-    for stem, asics in stems.items():
-        if stem and len(asics) == 1:
-            found.append((f"{stem}*", next(iter(asics))))
+    for stem, names in stems.items():
+        matched = {asic for name, asic in cluster.asics.items() if fnmatchcase(name, f"{stem}*")}
+        if len(matched) == 1:
+            found.append((f"{stem}*", matched.pop()))
         else:
-            found += [(name, asic) for name, asic in cluster.asics.items() if name.rstrip("0123456789") == stem]
+            found += [(glob.escape(name), cluster.asics[name]) for name in names]
     return found
 
 

@@ -48,10 +48,10 @@ class Target(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tokens_per_s: float | None = Field(default=None, gt=0)
-    ttft_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)
-    step_ms: float | None = Field(default=None, gt=0)
+    tokens_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    ttft_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    step_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 def make_workload(fields: Mapping[str, Any]) -> Workload:

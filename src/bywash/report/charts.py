@@ -182,7 +182,7 @@ def _cell(x: float, y: float, wide: float, high: float, value: float, most: floa
 
 def _timeline(block: Timeline) -> str:
     row, top = 24, 4
-    last = max((span.end_us for lane in block.lanes for span in lane.spans), default=1.0)
+    last = max((span.end_us for lane in block.lanes for span in lane.spans), default=1.0) or 1.0
     scale = (WIDTH - 8) / last
     parts, y = [], float(top)
     for lane in block.lanes:

@@ -12,7 +12,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from bywash.errors import ConfigError
 
-VERSION = 1
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _as_many(title: str, wanted: int, **given: int) -> None:
+    """Raise `ValueError`, which pydantic reports, where a chart's parts differ in length."""
+    for name, count in given.items():
+        if count != wanted:
+            raise ValueError(f"{title!r}: {count} {name}, must be {wanted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +56,16 @@ class Bars:
 
     title: str
     names: tuple[str, ...]
-    values: tuple[float, ...]
+    values: tuple[Number, ...]
     unit: str = ""
     texts: tuple[str, ...] = ()
-    limit: float | None = None
+    limit: Number | None = None
     limit_name: str = ""
     note: str = ""
     kind: Literal["bars"] = "bars"
+
+    def __post_init__(self) -> None:
+        _as_many(self.title, len(self.names), values=len(self.values), texts=len(self.texts) or len(self.names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +73,7 @@ class Series:
     """One line of a chart: a point for each of its chart's x."""
 
     name: str
-    y: tuple[float, ...]
+    y: tuple[Number, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +81,16 @@ class Lines:
     """Lines over one x axis."""
 
     title: str
-    x: tuple[float, ...]
+    x: tuple[Number, ...]
     series: tuple[Series, ...]
     x_name: str
     y_name: str
     note: str = ""
     kind: Literal["lines"] = "lines"
+
+    def __post_init__(self) -> None:
+        for one in self.series:
+            _as_many(self.title, len(self.x), y=len(one.y))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +106,24 @@ class Heat:
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    values: tuple[tuple[float | None, ...], ...]
+    values: tuple[tuple[Number | None, ...], ...]
     unit: str
-    most: float = 0.0
+    most: Number = 0.0
     note: str = ""
     kind: Literal["heat"] = "heat"
+
+    def __post_init__(self) -> None:
+        _as_many(self.title, len(self.rows), values=len(self.values))
+        for line in self.values:
+            _as_many(self.title, len(self.columns), values=len(line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One bar of a timeline: `stage` gives the colour, `label` stands in it where there is room."""
 
-    start_us: float
-    end_us: float
+    start_us: Number
+    end_us: Number
     stage: str
     label: str = ""
 
@@ -176,7 +195,7 @@ def from_json(data: Any, where: str) -> Report:
 
 
 def joined(reports: tuple[Report, ...]) -> Report:
-    """One page of several: titles and facts of the first, all sections in order."""
+    """One page of several: title and headline of the first, facts and sections of all in order."""
     first = reports[0]
     if len(reports) == 1:
         return first

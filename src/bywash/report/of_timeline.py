@@ -37,7 +37,7 @@ def layer_timeline(title: str, cost_us: Mapping[Kind, float], split: Split, *, n
 
 
 def timeline_report(trace: Any, where: str) -> Report:
-    """A page of a trace file: one layer in the middle, and the whole of it. Raises `ConfigError`: no such trace."""
+    """A page of a trace file: one layer in the middle of the last step. Raises `ConfigError`: no such trace."""
     try:
         bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         layers = sorted({int(event["args"]["layer"]) for event in bars})

@@ -35,7 +35,7 @@ def render(report: Report) -> str:
 @cache
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(files("bywash.report").joinpath("page.html").read_text())
+    return environment.from_string(files("bywash.report").joinpath("page.html").read_text("utf-8"))
 
 
 def _svg(block: Block) -> Markup:

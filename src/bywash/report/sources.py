@@ -43,8 +43,8 @@ def load_report(path: Path) -> Report:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot read it: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: is no JSON: {error}") from error

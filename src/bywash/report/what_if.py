@@ -73,7 +73,7 @@ def _deployments(plan: Plan) -> Table:
 
 
 def _batches(names: str, one: PlannedGroup) -> Table:
-    """The Pareto front of this group's batches, in closed form."""
+    """An eighth to twice the batch of this group, in closed form."""
     chosen, rule = one.outcome.candidate.sequences, one.outcome.candidate.rule
     tried = sorted({chosen, *(max(1, round(chosen * factor)) for factor in (0.125, 0.25, 0.5, 0.75, 1.25, 1.5, 2.0))})
     priced = [one.cost.price(n, rule) for n in tried]

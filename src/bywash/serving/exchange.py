@@ -88,10 +88,16 @@ class InFlight:
         )
 
     def give_back(self, y_ND: Tensor) -> None:
-        """Begin returning outputs: for each received row the weighted sum over this rank's experts."""
+        """Begin returning outputs: for each received row the weighted sum over this rank's experts.
+
+        Raises:
+            ConfigError: another dtype, wider rows than there is room for, or fewer than came.
+        """
         if y_ND.dtype != self.carrier.dtype:
             raise ConfigError(f"outputs are {y_ND.dtype}; this layer's exchange returns {self.carrier.dtype}")
-        columns = self.carrier.columns
+        columns, rows = self.carrier.columns, None if self._arrived is None else self._arrived.rows
+        if y_ND.shape[-1] > columns or y_ND.shape[0] < (rows or 0):
+            raise ConfigError(f"outputs {list(y_ND.shape)} for {rows} rows that came; at most {columns} columns return")
         y_NW = y_ND
         if self._on_device is not None and self._arrived is not None:
             y_NW = self._on_device.pack_outputs(y_ND, self._arrived.from_R, columns)
@@ -151,9 +157,16 @@ class ServingExchange:
             sync: wait on the host for the number of rows; off for CUDA graphs.
 
         Raises:
-            ConfigError: shapes or dtypes that do not fit.
+            ConfigError: shapes or dtypes that do not fit, or more tokens than were announced.
             RankLostError: a rank is lost (with `sync`, or on CPUs).
         """
+        tokens, most_now = x_TD.shape[0], most_tokens if step_tokens is None else step_tokens
+        if tokens > most_now:
+            raise ConfigError(f"a step of {tokens} tokens, where no rank was to bring more than {most_now}")
+        if ids_TK.shape[0] != tokens or weights_TK.shape != ids_TK.shape:
+            raise ConfigError(f"ids {list(ids_TK.shape)} and weights {list(weights_TK.shape)} for {tokens} tokens")
+        if scales_TG is not None and scales_TG.dtype != torch.float32:
+            raise ConfigError(f"scales are {scales_TG.dtype}; float32 ones are carried")
         form = RowFormat(
             columns=x_TD.shape[1],
             dtype=x_TD.dtype,
@@ -177,13 +190,13 @@ class ServingExchange:
             packed_TB = form.pack(parts, carrier.sent_bytes)
         step = carrier.start(packed_TB, ranks_TJ)
         self.steps += 1
-        self.tokens += x_TD.shape[0]
+        self.tokens += tokens
         return InFlight(
             carrier=carrier,
             form=form,
             step=step,
             sync=sync,
-            most_rows=ranks * (most_tokens if step_tokens is None else step_tokens),
+            most_rows=ranks * most_now,
             experts=rank_E.numel(),
             _on_device=on_device,
         )
@@ -191,7 +204,7 @@ class ServingExchange:
     def counters(self) -> dict[str, float]:
         """For metrics: sums since the start, on this rank."""
         found = {"moe_steps": self.steps, "moe_tokens": self.tokens, "moe_extra_steps": 0}
-        for carrier in self._carriers.values():
+        for carrier in list(self._carriers.values()):  # asked from a thread that serves metrics: steps may open more
             found["moe_extra_steps"] += carrier.extra_steps
             for name, value in carrier.traffic().items():
                 found[name] = found.get(name, 0) + value

@@ -24,7 +24,6 @@ from bywash.serving.sglang_plugin import most_tokens
 
 DEADLINE_S = 300.0
 """For every wait on other ranks: a rank may be compiling kernels meanwhile."""
-_PUBLISH_EVERY = 256
 _shared: ServingExchange | None = None
 _publisher: metrics.Publisher | None = None
 
@@ -133,8 +132,8 @@ class BywashDispatcher(BaseDispatcher):  # type: ignore[misc]
             raise ConfigError(f"bywash in SGLang: outputs {list(y_ND.shape)} for rows {list(x_ND.shape)}")
         flight.give_back(y_ND)
         self._computed[batch] = (flight, x_ND)
-        if _publisher is not None and self._exchange.steps % _PUBLISH_EVERY == 0:
-            _publisher.publish()
+        if _publisher is not None:
+            _publisher.keep_up(self._exchange.steps)
 
     def combine_b(self, tbo_subbatch_index: int | None = None) -> Tensor:
         """Wait, and return the sum for each of this rank's tokens."""

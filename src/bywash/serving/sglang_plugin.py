@@ -52,10 +52,20 @@ class Provider:
 
 
 def register() -> None:
-    """Called by SGLang, in every process, possibly more than once."""
+    """Called by SGLang, in every process, possibly more than once.
+
+    Raises:
+        ConfigError: see `asked_for`; or an SGLang without customized MoE layers.
+    """
     if not asked_for():
         return
-    from sglang.srt.layers.moe import customized
+    try:
+        from sglang.srt.layers.moe import customized
+    except ImportError as error:
+        raise ConfigError(
+            f"{SWITCH}=1: bywash is written after SGLang of November 2026 and does not fit this one ({error}); "
+            f"unset {SWITCH}"
+        ) from error
 
     if not isinstance(getattr(customized, "_provider", None), Provider):
         customized.register_customized_moe_provider(Provider())

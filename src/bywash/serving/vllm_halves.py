@@ -38,7 +38,6 @@ DEADLINE_S = 300.0
 """For every wait on other ranks: a rank may be compiling kernels meanwhile."""
 _DEFAULT_BACKEND = "allgather_reducescatter"
 _MICRO_BATCHES = 2
-_PUBLISH_EVERY = 256
 _shared: ServingExchange | None = None
 _publisher: metrics.Publisher | None = None
 
@@ -233,8 +232,8 @@ class BywashPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: i
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )
         flight.give_back(y_ND)
-        if _publisher is not None and self._exchange.steps % _PUBLISH_EVERY == 0:
-            _publisher.publish()
+        if _publisher is not None:
+            _publisher.keep_up(self._exchange.steps)
 
         def receive() -> None:
             output.copy_(flight.result()[:, : output.shape[1]])

@@ -28,12 +28,21 @@ def asked_for() -> bool:
 
 
 def register() -> None:
-    """Called by vLLM, in every process, possibly more than once."""
+    """Called by vLLM, in every process, possibly more than once.
+
+    Raises:
+        ConfigError: see `asked_for`; or a vLLM that has no such function.
+    """
     if not asked_for():
         return
-    from vllm.model_executor.layers.fused_moe import all2all_utils
+    try:
+        from vllm.model_executor.layers.fused_moe import all2all_utils
 
-    original = getattr(all2all_utils, _MAKER)
+        original = getattr(all2all_utils, _MAKER)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{SWITCH}=1: bywash is written for vLLM 0.32 and does not fit this one ({error}); unset {SWITCH}"
+        ) from error
     if getattr(original, "_bywash", False):
         return
 

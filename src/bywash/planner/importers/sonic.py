@@ -108,10 +108,17 @@ def _from_minigraph(name: str, text: str) -> list[_End]:
         if own not in (a[0], b[0]):
             continue
         near, far = (a, b) if a[0] == own else (b, a)
-        gbps = float(_child(link, "Bandwidth") or 0) / 1000
+        gbps = _mbps(_child(link, "Bandwidth"), name) / 1000
         is_switch = any(word in types.get(far[0], "").lower() for word in _SWITCH_TYPES)
         found.append(_End(own, near[1], far[0], far[1], gbps, is_switch))
     return found
+
+
+def _mbps(text: str, name: str) -> float:
+    try:
+        return float(text or 0)
+    except ValueError as error:
+        raise ConfigError(f"{name}: <Bandwidth>{text}</Bandwidth>: must be a number, in Mb/s") from error
 
 
 _XSI_TYPE = "{http://www.w3.org/2001/XMLSchema-instance}type"

@@ -72,7 +72,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "traffic": plan.sample.note,
         "feasible": plan.feasible,
         "binding": [
-            {"name": one.name, "need": one.need, "have": one.have, "unit": one.unit, "excess": one.excess}
+            {"name": one.name, "need": one.need, "have": one.have, "unit": one.unit, "excess": _finite(one.excess)}
             for one in plan.result.binding
         ],
         "tokens_per_s": winner.tokens_per_s if winner else None,

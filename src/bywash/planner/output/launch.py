@@ -28,23 +28,16 @@ def _command(group: GroupFile) -> str:
     return f'-m bywash run --plan plan.yaml --group {group.name} --model "$MODEL"'
 
 
-def _environment(plan: PlanFile, group: GroupFile) -> str:
-    """Sources the file of this host's server number, where switch configuration was written."""
-    del plan
-    cases = "\n".join(f"  {host}) env={host}.nccl.env ;;" for host in group.hosts)
-    return f'case "$(hostname -s)" in\n{cases}\n  *) echo "not a host of {group.name}" >&2; exit 2 ;;\nesac\n' + (
-        'if [ -f "fabric/$env" ]; then set -a; . "fabric/$env"; set +a; fi\n'
-    )
-
-
 def _torchrun(plan: PlanFile, group: GroupFile, gpus: int) -> str:
-    ranks = "\n".join(f"  {host}) node={number} ;;" for number, host in enumerate(group.hosts))
+    ranks = "\n".join(
+        f"  {host}) node={number} env=fabric/{host}.nccl.env ;;" for number, host in enumerate(group.hosts)
+    )
     return (
         "#!/bin/sh\n"
         f"# {group.name} of {plan.cluster}: run on every host of the group, in this directory, with MODEL set.\n"
         "set -eu\n"
         f'case "$(hostname -s)" in\n{ranks}\n  *) echo "not a host of {group.name}" >&2; exit 2 ;;\nesac\n'
-        f"{_environment(plan, group)}"
+        'if [ -f "$env" ]; then set -a; . "$env"; set +a; fi\n'
         f"exec torchrun --nnodes {len(group.hosts)} --node-rank $node --nproc-per-node {gpus} "
         f"--master-addr {group.hosts[0]} --master-port {PORT} \\\n  {_command(group)}\n"
     )

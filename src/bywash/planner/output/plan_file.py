@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bywash.errors import ConfigError
 from bywash.fabric.schema import as_config_error
 from bywash.moe.pipeline.schedule import Split
-from bywash.planner.plan import MICRO_BATCH, Plan, PlannedGroup, group_overflow, run_speeds
+from bywash.planner.plan import MICRO_BATCH, Plan, PlannedGroup, run_speeds
 
 
 class _Strict(BaseModel):
@@ -131,7 +131,6 @@ def _group(plan: Plan, one: PlannedGroup) -> GroupFile:
     many = len(chosen.group.members) > 1
     cpu = chosen.group.device_R[0].is_cpu
     replay = one.replay
-    overflow = group_overflow(plan.sample, one.outcome, one.cost)
     return GroupFile(
         name=one.name,
         hosts=[host.name for host in chosen.group.members],
@@ -150,7 +149,7 @@ def _group(plan: Plan, one: PlannedGroup) -> GroupFile:
         overlap=_overlap(prefill.split),
         micro_batches={"decode": decode.split.lanes, "prefill": prefill.split.lanes},
         slots=chosen.rule.slots,
-        capacity_factor=overflow.capacity_factor if overflow is not None else 0.0,
+        capacity_factor=chosen.rule.capacity_factor,
         alpha=chosen.rule.alpha_1024 / 1024,
         break_even=chosen.rule.break_even,
         speeds=list(run_speeds(one.cost)),
@@ -189,7 +188,7 @@ def load_plan_file(path: str | Path) -> PlanFile:
         data = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--plan {file}: cannot read it: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
         raise ConfigError(f"--plan {file}: is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict) or "bywash_plan" not in data:
         raise ConfigError(f"--plan {file}: is no plan; `bywash plan --out DIR` writes DIR/plan.yaml")
