@@ -22,6 +22,7 @@ from bywash.planner.figures import (
     Source,
     bent,
     expert_rates,
+    grouped_us,
 )
 from bywash.planner.group import Group
 from bywash.planner.model import ModelShape
@@ -118,16 +119,11 @@ def experts_us_R(model: ModelShape, group: Group, rows_R: FloatArray, active_R: 
         rows_R: rows that each rank computes.
         active_R: experts that have any.
     """
-    rates = [rates_of(model, device) for device in group.device_R]
-    tflops_R = np.array([one.tflops for one in rates])
-    read_R = np.array([one.gbytes_per_s for one in rates])
-    tile_R = np.array([one.tile_rows for one in rates])
-    starts_R = np.array([start_us(device) for device in group.device_R])
-    padded_R = rows_R + active_R * (tile_R - 1) / 2
-    flop_R = 2 * padded_R * model.expert_weights / tflops_R * 1e-6
-    weights_R = active_R * model.expert_bytes / read_R * 1e-3
-    bent_R = np.array([bent(flop, read) for flop, read in zip(flop_R, weights_R)])
-    return np.asarray(bent_R + starts_R)
+    each = zip(group.device_R, rows_R, active_R, strict=True)
+    return np.array([
+        grouped_us(rows, active, model.expert_weights, model.expert_bytes, rates_of(model, device)) + start_us(device)
+        for device, rows, active in each
+    ])  # fmt: skip
 
 
 def experts(model: ModelShape, group: Group, rows_R: FloatArray, active_R: FloatArray) -> Figure:

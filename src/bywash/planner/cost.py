@@ -61,24 +61,14 @@ class GroupCost:
         speeds = speeds_R(group, model, problem.workload)
         most_R = _most_experts(problem, group)
         own_R = experts_per_rank(model.experts, speeds, most_R)
-        if own_R is None:
-            return cls(
-                problem=problem,
-                group=group,
-                way=way,
-                balanced=balanced,
-                speeds=speeds,
-                own_R=None,
-                most_R=most_R,
-                homes=(),
-                traffic=None,
-                exchange=None,
-            )
-        counts = sample.counts_LE if balanced else None
-        homes = placements(counts, own_R, sample.ids_NLK.shape[1], model.experts)
-        choices = sample.choices(shares_R(max(REFERENCE_TOKENS, group.ranks), speeds))
-        traffic = group_traffic(group, choices, homes, way, problem.ports)
-        exchange = exchange_lines(model, group, traffic, problem.network, problem.starts)
+        homes: tuple[Placement, ...] = ()
+        traffic, exchange = None, None
+        if own_R is not None:
+            counts = sample.counts_LE if balanced else None
+            homes = placements(counts, own_R, sample.ids_NLK.shape[1], model.experts)
+            choices = sample.choices(shares_R(max(REFERENCE_TOKENS, group.ranks), speeds))
+            traffic = group_traffic(group, choices, homes, way, problem.ports)
+            exchange = exchange_lines(model, group, traffic, problem.network, problem.starts)
         return cls(
             problem=problem,
             group=group,

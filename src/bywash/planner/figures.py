@@ -114,9 +114,17 @@ def bent(flop_us: float, read_us: float) -> float:
     return float((flop_us**BEND + read_us**BEND) ** (1 / BEND))
 
 
-def padded_rows(rows: float, experts: float, tile: int) -> float:
-    """Rows in whole tiles: half a tile more for each expert that has any, on average."""
-    return rows + experts * (tile - 1) / 2
+def grouped_us(rows: float, experts: float, weights: int, weight_bytes: float, rates: Rates) -> float:
+    """Grouped products of a rank's experts, without the start of the stage.
+
+    Args:
+        rows: that the rank computes; in whole tiles that is half a tile more for each expert, on average.
+        experts: that have any rows.
+        weights, weight_bytes: numbers in an expert's matrices, and their bytes.
+        rates: see there.
+    """
+    padded = rows + experts * (rates.tile_rows - 1) / 2
+    return bent(2 * padded * weights / rates.tflops * 1e-6, experts * weight_bytes / rates.gbytes_per_s * 1e-3)
 
 
 def worst_error(points: Sequence[ExpertPoint] = MEASURED) -> float:
@@ -124,9 +132,7 @@ def worst_error(points: Sequence[ExpertPoint] = MEASURED) -> float:
     worst = 0.0
     for one in points:
         rates = expert_rates(one.device, one.dtype, 989.0, 4800.0)
-        width = 6 * one.hidden * one.intermediate
+        weights = 3 * one.hidden * one.intermediate
         item = 1.0 if one.dtype == "fp8" else 2.0
-        flop = padded_rows(one.rows, one.experts, rates.tile_rows) * width / rates.tflops * 1e-6
-        read = one.experts * width / 2 * item / rates.gbytes_per_s * 1e-3
-        worst = max(worst, abs(bent(flop, read) / one.us - 1))
+        worst = max(worst, abs(grouped_us(one.rows, one.experts, weights, weights * item, rates) / one.us - 1))
     return worst

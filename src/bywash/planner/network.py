@@ -121,29 +121,25 @@ class Network:
         packets = sum(int(m.sum()) for one in layers for m in (one.dispatch_HH, one.combine_HH)) / 4096
         return min(1.0, MOST_PACKETS / packets) if packets else 1.0
 
-    def simulate(
-        self, layers: Sequence[LayerBytes], sending: Sending, *, keep: bool = False, seed: int = 0
-    ) -> Simulated:
+    def simulate(self, layers: Sequence[LayerBytes], sending: Sending, *, keep: bool = False) -> Simulated:
         """Dispatch and combine of the layers, one phase after the other, all ports waiting for all.
 
         Where only a part of the bytes is simulated, what exceeds a round trip is scaled up: an exchange is bound by
         bytes once it is long. Means over the layers.
         """
         scale = self.scale_for(layers)
-        run = RunConfig(seed=seed, sample_us=5.0 if keep else 0.0)
+        run = RunConfig(sample_us=5.0 if keep else 0.0)
         result = self._run(layers, scale, sending, run)
         return self._read(result, len(layers), scale, sending, keep)
 
-    def simulate_together(
-        self, groups: Sequence[Sequence[LayerBytes]], sending: Sending, seed: int = 0
-    ) -> list[tuple[float, float]]:
+    def simulate_together(self, groups: Sequence[Sequence[LayerBytes]], sending: Sending) -> list[tuple[float, float]]:
         """Several groups' exchanges at once, on ports of their own: (dispatch, combine) us of each, means over layers.
 
         Slower than alone where they share links between switches. All have as many layers.
         """
         layers = all_at_once(groups)
         scale = self.scale_for(layers)
-        result = self._run(layers, scale, sending, RunConfig(seed=seed))
+        result = self._run(layers, scale, sending, RunConfig())
         flows, ends_F = result.scenario.flows, result.done_ps_F / 1e6
         found, begun = [], 0.0
         times = np.zeros((len(groups), 2 * len(layers)))
