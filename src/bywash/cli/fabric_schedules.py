@@ -9,7 +9,26 @@ from typing import Annotated
 
 import typer
 
-from bywash.cli.fabric_traffic import CLUSTER, Request, checked, gpus_per_server_of, placements_of, token_choices
+from bywash.cli.moe_exchange import (
+    CLUSTER,
+    AttentionUs,
+    Combine,
+    Dispatch,
+    ExpertsUs,
+    Groups,
+    Hidden,
+    Layers,
+    Phase,
+    PlacementKind,
+    Request,
+    StepNumber,
+    Tokens,
+    TopGroups,
+    TopK,
+    TopologyText,
+    Trace,
+    moe_exchange,
+)
 from bywash.cli.output import STDOUT, printing, stdout_console, writable, write_json
 
 
@@ -19,25 +38,21 @@ def register(app: typer.Typer) -> None:
 
 
 def schedules(
-    trace: Annotated[
-        str, typer.Option(help="a routing trace, a shipped one (prose, code, tables, mixed), or expert counts in JSON")
-    ],
-    topology: Annotated[str, typer.Option(help="as for simulate; one rank for each host (NIC)")] = CLUSTER,
-    tokens: Annotated[
-        int | None, typer.Option(help="tokens per rank, drawn from the trace; default: one step as recorded")
-    ] = None,
-    step: Annotated[int, typer.Option(help="the recorded step to take, without --tokens")] = 0,
-    phase: Annotated[str | None, typer.Option(help="with --tokens: draw from prefill or decode steps only")] = None,
-    layers: Annotated[str, typer.Option(help="layers, with commas between; default: up to 3, spread evenly")] = "",
-    placement: Annotated[str, typer.Option(help="experts on ranks: in-order, or balanced by their load")] = "in-order",
-    hidden: Annotated[int, typer.Option(help="hidden size")] = 7168,
-    dispatch: Annotated[str, typer.Option(help="rows sent out: fp8, bf16 or fp32")] = "bf16",
-    combine: Annotated[str, typer.Option(help="rows sent back: fp8, bf16 or fp32")] = "bf16",
-    attention_us: Annotated[float, typer.Option(help="computing before each dispatch")] = 0.0,
-    experts_us: Annotated[float, typer.Option(help="computing before each combine")] = 0.0,
-    topk: Annotated[int, typer.Option(help="with counts: experts per token")] = 8,
-    groups: Annotated[int, typer.Option(help="with counts: groups of experts (DeepSeek-V3: 8)")] = 1,
-    top_groups: Annotated[int, typer.Option(help="with counts: groups a token may use (DeepSeek-V3: 4)")] = 1,
+    trace: Trace,
+    topology: TopologyText = CLUSTER,
+    tokens: Tokens = None,
+    step: StepNumber = 0,
+    phase: Phase = None,
+    layers: Layers = "",
+    placement: PlacementKind = "in-order",
+    hidden: Hidden = 7168,
+    dispatch: Dispatch = "bf16",
+    combine: Combine = "bf16",
+    attention_us: AttentionUs = 0.0,
+    experts_us: ExpertsUs = 0.0,
+    topk: TopK = 8,
+    groups: Groups = 1,
+    top_groups: TopGroups = 1,
     profile: Annotated[str, typer.Option(help="settings of switches and NICs, as for simulate")] = "rocev2",
     adaptive: Annotated[bool, typer.Option(help="adaptive routing, and NICs that take packets out of order")] = False,
     seed: Annotated[int, typer.Option(help="of drawn tokens and of the run")] = 0,
@@ -50,26 +65,23 @@ def schedules(
 
     from rich.table import Table
 
-    from bywash.fabric.files import TopologyFile, build_topology, parse_short
-    from bywash.fabric.profiles import profile as named
-    from bywash.planner import Compute, Method, Router, RowFormat, Wire, layer_bytes, round_trip_us
+    from bywash.fabric.files import parse_short
+    from bywash.planner import Compute, Router, RowFormat
     from bywash.planner.node_schedules import fastest, schedule_costs
 
     writable(json_to, "--json", or_stdout=True)
-    settings = named(profile)
-    fabric = build_topology(checked(TopologyFile, parse_short(topology, "--topology")))
     router = Router(top_k=topk, groups=groups, top_groups=top_groups)
-    choices = token_choices(Request(
-        source=trace, ranks=fabric.hosts, tokens=tokens, step=step, phase=phase, layers=layers, router=router, seed=seed
-    ))  # fmt: skip
-    method = Method(gpus_per_server=gpus_per_server_of(fabric), rows="per-node", path="hierarchical")
+    request = Request(source=trace, tokens=tokens, step=step, phase=phase, layers=layers, router=router, seed=seed)
     row = RowFormat(hidden=hidden, dispatch=dispatch, combine=combine)
-    exchanges = layer_bytes(choices, placements_of(choices, placement), method, row)
-    wire = Wire(topology=fabric, frame=settings.frame, rtt_us=round_trip_us(fabric, settings.switch.latency_ns))
+    section = parse_short(topology, "--topology")
+    exchange = moe_exchange(
+        request, section, profile, placement=placement, rows="per-node", path="hierarchical", row=row
+    )
+    settings = exchange.settings
     if adaptive:
         settings = replace(settings, nic=replace(settings.nic, out_of_order=True))
     compute = Compute(attention_us=attention_us, experts_us=experts_us)
-    costs = schedule_costs(exchanges, wire, settings, compute=compute, adaptive=adaptive, seed=seed)
+    costs = schedule_costs(exchange.layers, exchange.wire, settings, compute=compute, adaptive=adaptive, seed=seed)
     best, why = fastest(costs)
     if json_to is not None:
         write_json(json_to, {"schedules": [asdict(cost) for cost in costs], "fastest": best.schedule, "why": why})
@@ -87,6 +99,9 @@ def schedules(
             f"{cost.peak_queue_bytes / 1e3:,.0f}",
         )
     with printing():
-        typer.echo(f"{fabric.describe()}; {choices.note}; simulated, dispatch and combine of {len(exchanges)} layers")
+        typer.echo(
+            f"{exchange.wire.topology.describe()}; {exchange.choices.note}; simulated, dispatch and combine of "
+            f"{len(exchange.layers)} layers"
+        )
         stdout_console().print(table)
         typer.echo(f"fastest: {best.schedule}, {why}; with the exchange: --node-schedule {best.schedule}")

@@ -98,7 +98,7 @@ def _trace_cases(
 ) -> "tuple[list[Case], list[Case]]":
     """A case for each layer and draw of tokens. Even layers are searched on, odd ones held out; with fewer than four
     layers, all of them are in both, with other tokens drawn."""
-    from bywash.cli.fabric_traffic import Request, gpus_per_server_of, token_choices
+    from bywash.cli.moe_exchange import Request, gpus_per_server_of, token_choices
     from bywash.planner import Method, Router, RowFormat
 
     router = Router(top_k=wanted["topk"], groups=wanted["groups"], top_groups=wanted["top_groups"])
@@ -107,10 +107,12 @@ def _trace_cases(
 
     def drawn(draw: int) -> "list[Case]":
         request = Request(
-            source=source, ranks=plan.topology.hosts, tokens=wanted["tokens"], step=0, phase=None, layers=layers,
+            source=source, tokens=wanted["tokens"], step=0, phase=None, layers=layers,
             router=router, seed=1000 * seed + draw,
         )  # fmt: skip
-        return _layer_cases(plan.topology, token_choices(request), layers.split(","), method, row, draw)
+        return _layer_cases(
+            plan.topology, token_choices(request, plan.topology.hosts), layers.split(","), method, row, draw
+        )
 
     first = drawn(0)
     if len(first) >= 4:
