@@ -132,7 +132,7 @@ def measure(case, tuning, wanted_MD, base_us, calls, limits, *, parts):
     if not parts:
         return
     for stage, what in ((0, "  gate, up and SwiGLU alone"), (1, "  down alone")):
-        stage_us = time_us(lambda stage=stage: experts.run(*inputs, first=stage, last=stage), calls)
+        stage_us = time_us(lambda stage=stage: experts(*inputs, first=stage, last=stage), calls)
         show(case, what, stage_us, base_us, limits)
     x_MD = case.rows_PD.index_select(0, case.index_M)
     in_order_M = torch.arange(case.pairs, device="cuda", dtype=torch.int32)

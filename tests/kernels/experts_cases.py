@@ -99,7 +99,7 @@ def check_hidden(counts, hidden, inner, tuning, **how):
     problem = make_problem(counts, hidden, inner, **how)
     experts = open_experts(problem, tuning)
     experts._h_MF.fill_(float("nan"))
-    experts.run(problem.rows_PD, problem.index_M, problem.ends_L, last=0)
+    experts(problem.rows_PD, problem.index_M, problem.ends_L, last=0)
     gate_up = problem.gate_up_LGD.float()
     parts, start = [], 0
     for expert, end in enumerate(problem.ends_L.tolist()):
@@ -117,7 +117,7 @@ def check_outputs(counts, hidden, inner, tuning, **how):
     h_MF = torch.randn(pairs, inner, device="cuda").bfloat16()
     experts._h_MF.fill_(float("nan"))[:pairs] = h_MF
     out_MD = torch.full((problem.index_M.shape[0], hidden), float("nan"), dtype=torch.bfloat16, device="cuda")
-    experts.run(problem.rows_PD, problem.index_M, problem.ends_L, out_MD, first=1)
+    experts(problem.rows_PD, problem.index_M, problem.ends_L, out_MD, first=1)
     parts, start = [], 0
     for expert, end in enumerate(problem.ends_L.tolist()):
         parts.append(h_MF[start:end].float() @ problem.down_LDF[expert].float().T)

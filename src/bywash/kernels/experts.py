@@ -199,22 +199,7 @@ class HopperExperts:
         words = [*_gate_up_map(gate_up_LGD), *_down_map(down_LDF), *(fixed.get(name, 0) for name in FIELDS)]
         self._parameters = (ctypes.c_uint64 * len(words))(*words)
 
-    def __call__(self, rows_PD: Tensor, index_M: Tensor, ends_L: Tensor, out_MD: Tensor | None = None) -> Tensor:
-        """Launch on torch's current stream; one launch at a time, since they share the intermediate.
-
-        Args:
-            rows_PD: bfloat16 [P, at least D], rows of any multiple of 8 values apart.
-            index_M: int32 [at most `pairs`], the place below P that each pair reads.
-            ends_L: int32 [L], one past each expert's last pair: not decreasing, at most `index_M`'s length. What the
-                device finds beyond these bounds is left out or read as place 0, and `check` says so.
-            out_MD: bfloat16 [at least index_M's length, D], contiguous; made if absent. Rows past M are left alone.
-
-        Raises:
-            ConfigError: a tensor of another dtype, shape or layout.
-        """
-        return self.run(rows_PD, index_M, ends_L, out_MD)
-
-    def run(
+    def __call__(
         self,
         rows_PD: Tensor,
         index_M: Tensor,
@@ -224,7 +209,19 @@ class HopperExperts:
         first: int = 0,
         last: int = 1,
     ) -> Tensor:
-        """The same, or one of its stages alone: 0 makes the intermediate, 1 the outputs from it."""
+        """Launch on torch's current stream; one launch at a time, since they share the intermediate.
+
+        Args:
+            rows_PD: bfloat16 [P, at least D], rows of any multiple of 8 values apart.
+            index_M: int32 [at most `pairs`], the place below P that each pair reads.
+            ends_L: int32 [L], one past each expert's last pair: not decreasing, at most `index_M`'s length. What the
+                device finds beyond these bounds is left out or read as place 0, and `check` says so.
+            out_MD: bfloat16 [at least index_M's length, D], contiguous; made if absent. Rows past M are left alone.
+            first, last: stages to run: 0 makes the intermediate, 1 the outputs from it.
+
+        Raises:
+            ConfigError: a tensor of another dtype, shape or layout.
+        """
         if out_MD is None:
             out_MD = torch.empty(index_M.shape[0], self.hidden, dtype=torch.bfloat16, device=rows_PD.device)
         _check_call(self, rows_PD, index_M, ends_L, out_MD)

@@ -166,24 +166,7 @@ class TritonExperts:
         with torch.inference_mode(False):  # outlives the model's inference mode
             self._h_MF = down_LDF.new_empty(pairs, down_LDF.shape[2])
 
-    def __call__(self, rows_PD: Tensor, index_M: Tensor, ends_L: Tensor, out_MD: Tensor | None = None) -> Tensor:
-        """Two launches, no host sync.
-
-        Args:
-            rows_PD: [P, D], read only where `index_M` points below M.
-            index_M: int32 [M or more, at most `pairs`], the place of each pair, by expert.
-            ends_L: int32 [L], one past each expert's last pair; the last is M.
-            out_MD: [M or more, D], contiguous; rows past M stay as they are.
-
-        Returns:
-            `out_MD`, or a new [pairs, D] whose rows past M are not set.
-
-        Raises:
-            ConfigError: dtypes or shapes that do not fit.
-        """
-        return self.run(rows_PD, index_M, ends_L, out_MD)
-
-    def run(
+    def __call__(
         self,
         rows_PD: Tensor,
         index_M: Tensor,
@@ -193,7 +176,21 @@ class TritonExperts:
         first: int = 0,
         last: int = 1,
     ) -> Tensor:
-        """The same, or one of its stages alone: 0 makes the intermediate, 1 the outputs from it."""
+        """Two launches, no host sync.
+
+        Args:
+            rows_PD: [P, D], read only where `index_M` points below M.
+            index_M: int32 [M or more, at most `pairs`], the place of each pair, by expert.
+            ends_L: int32 [L], one past each expert's last pair; the last is M.
+            out_MD: [M or more, D], contiguous; rows past M stay as they are.
+            first, last: stages to run: 0 makes the intermediate, 1 the outputs from it.
+
+        Returns:
+            `out_MD`, or a new [pairs, D] whose rows past M are not set.
+
+        Raises:
+            ConfigError: dtypes or shapes that do not fit.
+        """
         check_rows(rows_PD, self._dtype, self.hidden, index_M, self.pairs)
         out_MD = rows_PD.new_empty(self.pairs, self.hidden) if out_MD is None else out_MD
         check_out(out_MD, self._dtype, self.hidden)

@@ -230,7 +230,7 @@ class CudaForward:
         assert part.shared_TD is not None
         first, last = _SHARED_STAGES[op.kind]
         expert = self._shared[op.layer]
-        expert.run(part.rows_TD, self._all_T, part.tokens, part.shared_TD, first=first, last=last)
+        expert(part.rows_TD, self._all_T, part.tokens, part.shared_TD, first=first, last=last)
 
     def _compute(self, op: Op, part: _Part, received: DeviceReceived) -> None:
         pairs = part.y_MD.shape[0]
@@ -266,8 +266,10 @@ _SHARED_STAGES = {Kind.SHARED: (0, 1), Kind.SHARED_UP: (0, 0), Kind.SHARED_DOWN:
 class _StagedExperts(Protocol):
     """Device experts whose products can be launched apart."""
 
-    def run(self, rows_PD: Tensor, index_M: Tensor, ends_L: Tensor, out_MD: Tensor, *, first: int, last: int) -> Tensor:
-        """See `HopperExperts.run`."""
+    def __call__(
+        self, rows_PD: Tensor, index_M: Tensor, ends_L: Tensor, out_MD: Tensor, *, first: int, last: int
+    ) -> Tensor:
+        """See `HopperExperts`."""
 
 
 def row_independent_backend() -> Literal["hopper", "triton"]:
