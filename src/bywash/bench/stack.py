@@ -75,10 +75,6 @@ class SyntheticLayer:
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x_BSD.shape)
         batch.hidden_BSD = x_BSD + F.linear(mixed, self._out)
 
-    def dense(self, batch: Batch) -> None:
-        """Never called: every layer has experts."""
-        raise NotImplementedError
-
     def route(self, batch: Batch) -> tuple[Tensor, Routing]:
         """Norm and router."""
         x_TD = _normed(batch.hidden_BSD).flatten(0, 1)

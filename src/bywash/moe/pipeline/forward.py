@@ -10,7 +10,7 @@ Knows nothing of threads or streams. `run_cpu` calls it from two threads, never 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ class LayerStages(Protocol):
     def attention(self, batch: Any) -> None:
         """Norm, attention, residual."""
 
-    def dense(self, batch: Any) -> None:
-        """The MLP of a layer without experts, with norm and residual."""
-
     def route(self, batch: Any) -> tuple[Tensor, Routing]:
         """[T, D] of the tokens to route, and their routing."""
 
@@ -51,6 +48,13 @@ class LayerStages(Protocol):
 
     def finish(self, batch: Any, routed_TD: Tensor, shared: Tensor | None) -> None:
         """Add what the experts gave to the residual stream."""
+
+
+class DenseStages(LayerStages, Protocol):
+    """A layer whose form says that it has no experts."""
+
+    def dense(self, batch: Any) -> None:
+        """The MLP instead of them, with norm and residual."""
 
 
 @dataclass(slots=True)
@@ -141,8 +145,9 @@ class Forward:
             self._layers[op.layer].attention(batch)
 
     def _dense(self, op: Op, lane: _Lane) -> None:
+        layer = cast(DenseStages, self._layers[op.layer])  # other forms have no such op
         for batch in lane.batches:
-            self._layers[op.layer].dense(batch)
+            layer.dense(batch)
 
     def _route(self, op: Op, lane: _Lane) -> None:
         lane.routed = [self._layers[op.layer].route(batch) for batch in lane.batches]

@@ -1,10 +1,10 @@
 """The slow, obvious oracle of the pipeline: every batch alone through every layer, stage by stage, on one thread."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from bywash.moe.layer import ExpertParallel
-from bywash.moe.pipeline.forward import LayerStages
+from bywash.moe.pipeline.forward import DenseStages, LayerStages
 
 
 def forward_naive(layers: Sequence[LayerStages], experts: Mapping[int, ExpertParallel], batches: Sequence[Any]) -> None:
@@ -14,7 +14,7 @@ def forward_naive(layers: Sequence[LayerStages], experts: Mapping[int, ExpertPar
             if layer.form.attention:
                 layer.attention(batch)
             if not layer.form.moe:
-                layer.dense(batch)
+                cast(DenseStages, layer).dense(batch)
                 continue
             routed_TD = experts[index](*layer.route(batch))
             shared = layer.shared_expert(batch) if layer.form.shared else None
