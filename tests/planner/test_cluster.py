@@ -54,6 +54,10 @@ def test_tables_show_every_cable_and_both_rates():
     assert "0.50:1" in text  # b's leaf: 400 Gb/s down, 800 up
     rows = [line.split() for line in text.splitlines() if line.startswith(("h100 800G", "a100 400G"))]
     assert rows == [["h100", "800G", "800", "400"], ["a100", "400G", "400", "400"]]
+    assert [line.split()[1:4] for line in text.splitlines() if "data sheet" in line] == [
+        ["989", "1979", "3350"],
+        ["312", "-", "2039"],
+    ]
 
 
 def test_one_cable_may_differ_or_fail():

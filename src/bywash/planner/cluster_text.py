@@ -11,7 +11,7 @@ from bywash.planner.cluster import Cluster, Host
 def cluster_text(cluster: Cluster) -> str:
     """All tables, hosts that are alike in one row."""
     parts = [f"cluster {cluster.name}: {len(cluster.hosts)} hosts, {cluster.gpus} devices"]
-    parts.append(_hosts(cluster))
+    parts += [_hosts(cluster), _devices(cluster)]
     if cluster.topology is not None:
         parts += [cluster.topology.describe(), _cables(cluster), _between(cluster)]
     return "\n\n".join(parts) + "\n"
@@ -32,6 +32,15 @@ def _hosts(cluster: Cluster) -> str:
                 _run(list(dict.fromkeys(host.switches))) or "-",
             ]
         )
+    return table(rows)
+
+
+def _devices(cluster: Cluster) -> str:
+    """What each generation is taken to reach at most, and where that is from."""
+    rows = [["device", "bf16 TFLOP/s", "fp8 TFLOP/s", "memory GB/s", "from"]]
+    for device in dict.fromkeys(host.device for host in cluster.hosts):
+        rates = (device.bf16_tflops, device.fp8_tflops, device.memory_gbytes_per_s)
+        rows.append([device.name, *(f"{rate:g}" if rate else "-" for rate in rates), device.source])
     return table(rows)
 
 
