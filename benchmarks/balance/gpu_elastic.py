@@ -244,8 +244,14 @@ class Run:
 
     def worst_each(self, values):
         """Of every value the largest over ranks: the slowest rank, round by round."""
+        return self._reduce_each(values, dist.ReduceOp.MAX)
+
+    def sum_each(self, values):
+        return self._reduce_each(values, dist.ReduceOp.SUM)
+
+    def _reduce_each(self, values, operation):
         tensor = torch.tensor(values, device="cuda", dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.nccl)
+        dist.all_reduce(tensor, op=operation, group=self.nccl)
         return tensor.tolist()
 
 

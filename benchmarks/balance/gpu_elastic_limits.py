@@ -171,7 +171,7 @@ def part_trace(run):
             "plain": both.graph(both.plain, calls=1)[0],
             "ours": both.graph(both.elastic, calls=1)[0],
         }
-        times, rows = {name: [] for name in graphs}, []
+        times, rows, planned, copied = {name: [] for name in graphs}, [], [], []
         before = both.elastic.record.fetched.clone()
         for ids in steps:
             both.route(ids)
@@ -182,6 +182,8 @@ def part_trace(run):
                 graph.replay()
                 end.record()
                 times[name].append((begin, end))
+            planned.append(both.layers.planner.rows_R.clone())
+            copied.append(both.elastic.record.fetched[0].clone())
             torch.cuda.synchronize()
         both.elastic.check()
         both.plain.check()
@@ -203,7 +205,19 @@ def part_trace(run):
             f"{speedup:.3f}, bound {float(bound):.3f} ({speedup / float(bound):.2f} of it); "
             f"{copies:.0f} copies in {STEPS} steps"
         )
-        run.keep(mode, {**{name: values.tolist() for name, values in found.items()}, "bounds": bounds.tolist()})
+        after = torch.stack(planned).double()
+        after = (after.max(1).values / after.mean(1)).cpu().numpy()
+        copied = np.array(run.sum_each(torch.stack(copied).tolist()))
+        run.keep(
+            mode,
+            {name: values.tolist() for name, values in found.items()}
+            | {"bounds": bounds.tolist(), "planned": after.tolist(), "copies": copied.tolist()},
+        )
+        for at in np.argsort(found["ours"])[::-1][:12]:
+            run.say(
+                f"    step {at}: ours {found['ours'][at]:.0f} us, plain {found['plain'][at]:.0f}; max/mean at home "
+                f"{bounds[at]:.3f}, planned {after[at]:.3f}; copies so far {copied[at] - copied[0]:.0f}"
+            )
         both.layers.device.close()
         both.plain.device.close()
         del both, graphs
