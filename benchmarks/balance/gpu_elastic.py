@@ -274,6 +274,7 @@ def main():
     parser.add_argument("--out", help="a folder for figures as JSON")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--counts", help="recorded counts whose layers are the trace's topics; see `load_counts`")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no further part is begun")
     parser.add_argument("--part-s", type=float, default=120.0, help="seconds after which a part is ended")
     options = parser.parse_args()

@@ -6,6 +6,7 @@ Sizes and helpers are those of `gpu_elastic_parts.py`.
 import gc
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,10 +26,13 @@ from benchmarks.balance.gpu_elastic_parts import (
 from bywash.balance import Limits
 from bywash.kernels import experts as hopper
 from bywash.kernels.experts import HopperExperts
+from bywash.routing.counts import load_counts
 from bywash.routing.skew import zipf_popularity
 
 SLACK_BYTES = 512 << 20
 STEPS, PERIOD, EXPONENT = 240, 40, 0.9
+WARM_STEPS = 120
+"""Steps before the first that counts, some two seconds: clocks that have just met the power limit first overshoot."""
 
 
 def part_memory(run):
@@ -153,75 +157,81 @@ def rows_fail(run, both, inputs):
     device.close()
 
 
-def zipf_ids(step, run, tokens, top_k, experts):
-    """Ids [T, K] of a step: Zipf over experts that change places with the topic; Gumbel top-k."""
-    places = torch.Generator().manual_seed(100 + step // PERIOD)
-    weights = torch.from_numpy(zipf_popularity(experts, EXPONENT)).float()[torch.randperm(experts, generator=places)]
+def topic_weights(options, topic):
+    """Popularity of every expert [E] in a topic: of a recorded layer of `--counts`, or Zipf, experts in new places."""
+    if options.counts:
+        _, counts_LE = load_counts(Path(options.counts))
+        return torch.from_numpy(counts_LE[topic * len(counts_LE) // (STEPS // PERIOD)]).float().clamp(min=0.5)
+    places = torch.Generator().manual_seed(100 + topic)
+    return torch.from_numpy(zipf_popularity(EXPERTS, EXPONENT)).float()[torch.randperm(EXPERTS, generator=places)]
+
+
+def trace_ids(step, run):
+    """Ids [T, K] of a step, by Gumbel top-k."""
     generator = torch.Generator(device="cuda").manual_seed(1000 * step + run.rank)
-    times = torch.empty(tokens, experts, device="cuda").exponential_(generator=generator)
-    return (weights.cuda().log() - times.log()).topk(top_k, dim=1).indices
+    times = torch.empty(SIZES.tokens, EXPERTS, device="cuda").exponential_(generator=generator)
+    return (topic_weights(run.options, step // PERIOD).cuda().log() - times.log()).topk(TOP_K, dim=1).indices
 
 
 def part_trace(run):
-    """240 steps, 4,096 tokens, 256 experts of Zipf popularity, other hot experts every 40 steps: p99/p50 of a step."""
-    steps = [zipf_ids(step, run, SIZES.tokens, TOP_K, EXPERTS) for step in range(STEPS)]
+    """240 steps, 4,096 tokens, 256 experts, other hot experts every 40 steps: p99/p50 of a step.
+
+    Beside them in the same rounds `even`, the plain layer with uniform routing: what clocks alone make of equal work.
+    """
+    steps = [trace_ids(step, run) for step in range(STEPS)]
+    even = popular("balanced", tokens=SIZES.tokens, seed=1 + run.rank, ranks=run.ranks)
     for mode in ("stable", "fast"):
         both = Both(run, replace(ROOMY, slots=8), Limits(alpha_1024=1044, fetch_rows=1024), mode)
-        graphs = {
-            "plain": both.graph(both.plain, calls=1)[0],
-            "ours": both.graph(both.elastic, calls=1)[0],
-        }
-        times, rows, planned, copied = {name: [] for name in graphs}, [], [], []
-        before = both.elastic.record.fetched.clone()
+        graphs = {"plain": both.graph(both.plain, calls=1)[0], "ours": both.graph(both.elastic, calls=1)[0]}
+        for ids in steps[-WARM_STEPS:]:
+            timed_step(run, both, ids, even, graphs)
+        before, seen = both.elastic.record.fetched[0].clone(), []
         for ids in steps:
-            both.route(ids)
-            rows.append(torch.bincount(ids.flatten() // (EXPERTS // run.ranks), minlength=run.ranks))
-            for name, graph in graphs.items():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                times[name].append((begin, end))
-            planned.append(both.layers.planner.rows_R.clone())
-            copied.append(both.elastic.record.fetched[0].clone())
-            torch.cuda.synchronize()
+            seen.append(timed_step(run, both, ids, even, graphs))
         both.elastic.check()
         both.plain.check()
-        found = {
-            name: np.array(run.worst_each([a.elapsed_time(b) * 1e3 for a, b in pairs])) for name, pairs in times.items()
-        }
-        total = torch.stack(rows).double()
-        torch.distributed.all_reduce(total, group=run.nccl)
-        bounds = (total.max(1).values / total.mean(1)).cpu().numpy()
-        copies = run.total(int((both.elastic.record.fetched - before)[0]))
-        for name, values in found.items():
-            p50, p99 = np.percentile(values, [50, 99])
-            run.say(
-                f"{mode}, {name}: p50 {p50:.0f} us, p99 {p99:.0f}, p99/p50 {p99 / p50:.3f}, mean {values.mean():.0f}"
-            )
-        speedup, bound = found["plain"].sum() / found["ours"].sum(), total.max(1).values.sum() / total.mean(1).sum()
-        run.say(
-            f"{mode}: max/mean {bounds.min():.2f} to {bounds.max():.2f}, mean {bounds.mean():.3f}; speed-up "
-            f"{speedup:.3f}, bound {float(bound):.3f} ({speedup / float(bound):.2f} of it); "
-            f"{copies:.0f} copies in {STEPS} steps"
-        )
-        after = torch.stack(planned).double()
-        after = (after.max(1).values / after.mean(1)).cpu().numpy()
-        copied = np.array(run.sum_each(torch.stack(copied).tolist()))
-        run.keep(
-            mode,
-            {name: values.tolist() for name, values in found.items()}
-            | {"bounds": bounds.tolist(), "planned": after.tolist(), "copies": copied.tolist()},
-        )
-        for at in np.argsort(found["ours"])[::-1][:12]:
-            run.say(
-                f"    step {at}: ours {found['ours'][at]:.0f} us, plain {found['plain'][at]:.0f}; max/mean at home "
-                f"{bounds[at]:.3f}, planned {after[at]:.3f}; copies so far {copied[at] - copied[0]:.0f}"
-            )
+        report_trace(run, mode, seen, run.total(int(before)))
         both.layers.device.close()
         both.plain.device.close()
         del both, graphs
         release()
+
+
+def timed_step(run, both, ids, even, graphs):
+    """One step each way: microseconds by name, rows of each rank at home and as planned, copies so far."""
+    found = {"rows": torch.bincount(ids.flatten() // (EXPERTS // run.ranks), minlength=run.ranks)}
+    for name, routed in (("plain", ids), ("ours", ids), ("even", even)):
+        both.route(routed)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graphs["plain" if name == "even" else name].replay()
+        end.record()
+        found[name] = begin, end
+        if name == "ours":
+            found["planned"] = both.layers.planner.rows_R.clone()
+            found["copies"] = both.elastic.record.fetched[0].clone()
+    torch.cuda.synchronize()
+    return {name: v[0].elapsed_time(v[1]) * 1e3 if isinstance(v, tuple) else v.tolist() for name, v in found.items()}
+
+
+def report_trace(run, mode, seen, copies_before):
+    times = {name: np.array(run.worst_each([one[name] for one in seen])) for name in ("plain", "ours", "even")}
+    rows, planned = np.array(run.sum_each([one["rows"] for one in seen])), np.array([one["planned"] for one in seen])
+    copies = np.array(run.sum_each([one["copies"] for one in seen])) - copies_before
+    bounds, after = (each.max(1) / each.mean(1) for each in (rows, planned))
+    for name, values in times.items():
+        p50, p99 = np.percentile(values, [50, 99])
+        run.say(f"{mode}, {name}: p50 {p50:.0f} us, p99 {p99:.0f}, p99/p50 {p99 / p50:.3f}, mean {values.mean():.0f}")
+    speedup, bound = times["plain"].sum() / times["ours"].sum(), rows.max(1).sum() / rows.mean(1).sum()
+    run.say(
+        f"{mode}: max/mean {bounds.min():.2f} to {bounds.max():.2f}, mean {bounds.mean():.3f}; speed-up {speedup:.3f}, "
+        f"bound {bound:.3f} ({speedup / bound:.2f} of it); {copies[-1]:.0f} copies in {STEPS} steps"
+    )
+    for at in np.argsort(times["ours"])[::-1][:8]:
+        shown = ", ".join(f"{name} {values[at]:.0f} us" for name, values in times.items())
+        run.say(f"    step {at}: {shown}; max/mean {bounds[at]:.3f}, planned {after[at]:.3f}; copies {copies[at]:.0f}")
+    kept = {"bounds": bounds, "planned": after, "copies": copies, **times}
+    run.keep(mode, {name: values.tolist() for name, values in kept.items()})
 
 
 class At:

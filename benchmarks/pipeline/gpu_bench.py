@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from benchmarks.moe.layer_baselines import dense_product, device_copy, rate
-from benchmarks.pipeline.gpu_clocks import Clocks
+from benchmarks.pipeline.gpu_clocks import Clocks, Energy
 from benchmarks.pipeline.gpu_report import load_of, machine_of, table
 
 from bywash.balance import Placement
@@ -50,7 +50,7 @@ class Bench:
         )
         self.results = {"part": options.part, "dense TFLOP/s": self.dense_flops / 1e12, "copy TB/s": copied / 1e12}
         self.load(sizes)
-        self.executor = CudaExecutor()
+        self.executor, self.energy = CudaExecutor(), Energy()
 
     def load(self, sizes):
         self.sizes, self.local = sizes, sizes.experts // RANKS
@@ -155,7 +155,8 @@ class Variant:
     def __init__(self, bench, name, forward, schedule, devices):
         self.bench, self.name, self.forward, self.schedule, self.devices = bench, name, forward, schedule, devices
         self.executor = bench.executor
-        self.times, self.windows, self.step, self.by_copies = [], [], None, isinstance(forward, GatherForward)
+        self.times, self.windows, self.joules = [], [], []
+        self.step, self.by_copies = None, isinstance(forward, GatherForward)
         self.events = dict.fromkeys((Kind.DISPATCH, Kind.COMBINE), 1)  # copies or kernels of each, in a profile
 
     def glance(self):
@@ -163,8 +164,8 @@ class Variant:
         for _ in range(2):
             self.measure()
         self.bench.log(f"    {self.name}: about {self.median:.2f} ms a step")
-        self.times.clear()
-        self.windows.clear()
+        for found in (self.times, self.windows, self.joules):
+            found.clear()
 
     def eager(self):
         self.forward.begin()
@@ -196,18 +197,22 @@ class Variant:
         self.feed(0)
         return found
 
-    def measure(self, calls=1):
-        """One warm replay lines the ranks up; then `calls` are timed."""
+    def measure(self, calls=1, warm=1):
+        """`warm` replays line the ranks up, and settle the clocks if they last; then `calls` are timed."""
         self.bench.meet()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.step.replay()
-        began = time.time()
+        for _ in range(warm):
+            self.step.replay()
         begin.record()
         for _ in range(calls):
             self.step.replay()
         end.record()
+        begin.synchronize()
+        began, joules = time.time(), self.bench.energy.joules()
         end.synchronize()
         self.windows.append((began, time.time()))
+        if joules is not None:
+            self.joules.append(sum(self.bench.gathered((self.bench.energy.joules() - joules) / calls / RANKS)))
         self.times.append(max(self.bench.gathered(begin.elapsed_time(end) / calls)))
 
     @property
@@ -317,7 +322,7 @@ def same(out, expected):
     return f"{int(rows.sum())} of {len(rows)} rows differ, first {int(rows.nonzero()[0])}, by {float(worst):.3g}"
 
 
-def compare(bench, calls=1):
+def compare(bench, calls=1, warm=1):
     """Rounds in which every variant takes its turn, then a table."""
     took = 0.0
     clocks = Clocks() if bench.rank == 0 else None
@@ -326,7 +331,7 @@ def compare(bench, calls=1):
             break
         began = time.monotonic()
         for variant in bench.variants.values():
-            variant.measure(calls)
+            variant.measure(calls, warm)
         took = time.monotonic() - began
     for variant in bench.variants.values():
         variant.check()

@@ -1,11 +1,18 @@
-"""Clocks and power while variants were timed, as `nvidia-smi` samples them in a process of its own."""
+"""Clocks and power while variants were timed, as `nvidia-smi` samples them in a process of its own, and energy.
+
+Energy is the device's own counter (NVML), in millijoules since the driver was loaded. Long products are bound by power,
+so what moving rows takes in energy it takes in time, even where it waits for nothing.
+"""
 
 import contextlib
+import ctypes
 import statistics
 import subprocess
 import tempfile
 from datetime import datetime
 from pathlib import Path
+
+import torch
 
 EVERY_MS = 20
 QUERY = "timestamp,index,clocks.sm,power.draw.instant"
@@ -50,3 +57,24 @@ def within(samples, windows):
     if not found:
         return None
     return statistics.median(one[1] for one in found), statistics.median(one[2] for one in found), len(found)
+
+
+class Energy:
+    """Joules of the current device so far; None where NVML or its counter is missing."""
+
+    def __init__(self):
+        self._handle = ctypes.c_void_p()
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            self._nvml = None
+            return
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
+        if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._handle)):
+            self._nvml = None
+
+    def joules(self):
+        found = ctypes.c_ulonglong()
+        if not self._nvml or self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(found)):
+            return None
+        return found.value * 1e-3

@@ -1,6 +1,7 @@
 """What the parts of `gpu_overlap.py` print: a table of variants, shares of a profile, and the cost model's choice."""
 
 import json
+import statistics
 import traceback
 import zipfile
 from dataclasses import replace
@@ -23,7 +24,7 @@ def table(bench, clocks):
         f"dense rate {bench.dense_flops / 1e12:.0f} TFLOP/s"
     )
     columns = {"step ms": 9, "least": 9, "most": 9, "layer us": 10, "MFU": 7, "x first": 9, "exposed": 17}
-    columns |= {"MHz": 7, "W": 5}
+    columns |= {"MHz": 7, "W": 5, "J": 8}
     bench.log(f"{'':50}" + "".join(f"{name:>{width}}" for name, width in columns.items()))
     rows = {}
     for name, variant in bench.variants.items():
@@ -31,11 +32,15 @@ def table(bench, clocks):
         exposed = f"{ms - alone.median:9.2f} {(ms - alone.median) / ms:6.2%}" if alone else ""
         found = within(clocks, variant.windows)
         speed = f"{found[0]:7.0f}{found[1]:5.0f}" if found else ""
+        joules = statistics.median(variant.joules) if variant.joules else None
+        if joules is not None:
+            speed += f"{joules:8.2f}"
         bench.log(
             f"{name:50}{ms:9.2f}{min(variant.times):9.2f}{max(variant.times):9.2f}{ms / layers * 1e3:10.1f}"
             f"{bench.mfu(ms / layers):7.3f}{baseline.median / ms:9.3f}{exposed:>17}{speed}"
         )
         rows[name] = {"ms": variant.times, "compute only ms": alone.times if alone else None, "MHz, W, samples": found}
+        rows[name] |= {"J a rank": variant.joules}
     bench.results["steps"] = rows
     bench.save()
 
