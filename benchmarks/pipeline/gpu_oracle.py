@@ -10,10 +10,9 @@ from torch.nn.attention import sdpa_kernel
 
 from bywash.kernels.add_norm import add_norm_naive
 from bywash.kernels.router import router_naive
-from bywash.moe.device_experts import open_device_experts
 from bywash.moe.pipeline import Kind, build_schedule
 from bywash.moe.pipeline.attention_cuda import BACKENDS, Attention, attention_naive
-from bywash.moe.pipeline.stack_cuda import row_independent_backend
+from bywash.moe.pipeline.shared_cuda import open_shared
 
 SAMPLE, TOLERANCE = 8, 3e-2
 
@@ -87,26 +86,31 @@ def check_repeats(bench, calls=20):
     def draw(*shape):
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
-    q = draw(tokens, 1, sizes.heads, size).transpose(1, 2)
+    q = draw(tokens, sizes.kv_heads, sizes.heads // sizes.kv_heads, size)  # as the stack has it
     kv = draw(tokens, sizes.cached + 1, 2, sizes.kv_heads, size)
     k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-    h, index = draw(tokens, bench.sizes.hidden), torch.arange(tokens, dtype=torch.int32, device="cuda")
+    h, count = draw(tokens, bench.sizes.hidden), torch.full((1,), tokens, dtype=torch.int32, device="cuda")
     whole = Attention(sizes, bench.weights.attention[:1], tokens)
     whole.cache_LNPV.normal_(generator=generator)
     pair = bench.weights.shared_gate_up[0], bench.weights.shared_down[0]
-    shared = open_device_experts(*pair, pairs=tokens, backend=row_independent_backend())
+    expert = open_shared([pair], tokens, one_part=True)[0]
 
     def fused(backend):
         with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, k, v)
 
     def attention():
         out = torch.empty_like(h)
         whole(0, h, out)
         return out
 
+    def shared():
+        out = torch.empty_like(h)
+        expert(h, count, out, first=0, last=1)
+        return out
+
     stages = {backend.name: functools.partial(fused, backend) for backend in BACKENDS}
-    stages |= {"the stack's attention": attention, "the shared expert": lambda: shared(h, index, index[-1:] + 1)}
+    stages |= {"the stack's attention": attention, "the shared expert": shared}
     for name, stage in stages.items():
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         try:

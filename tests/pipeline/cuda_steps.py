@@ -16,12 +16,12 @@ from bywash.moe.device_layer import pairs_capacity
 from bywash.moe.pipeline import SERIAL, Kind, Split, build_schedule
 from bywash.moe.pipeline.attention_cuda import AttentionSizes
 from bywash.moe.pipeline.run_cuda import CudaExecutor
+from bywash.moe.pipeline.shared_cuda import row_independent_backend
 from bywash.moe.pipeline.stack_cuda import (
     GatherForward,
     PeerForward,
     devices_needed,
     part_tokens,
-    row_independent_backend,
 )
 from bywash.moe.pipeline.stack_sizes import StackSizes, random_weights
 

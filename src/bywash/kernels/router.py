@@ -19,8 +19,13 @@ SOURCE = "router.cu"
 NOT_FINITE = -2
 """The id that a token gets whose logits are not all finite. No expert, so every exchange refuses it and says why."""
 
-_TOKENS, _THREADS, _K_STEP, _MOST_EXPERTS = 16, 256, 16, 256
+_K_STEP, _MOST_EXPERTS = 8, 256
 _WHO = "router"
+
+
+def _block(experts: int) -> tuple[int, int]:
+    """(tokens, warps) of a block: few experts leave registers for two tiles of tokens, and for more warps."""
+    return (16 if experts > 64 else 32, 16 if experts <= 32 else 8)
 
 
 def compile_router(experts: int, top_k: int, hidden: int, arch: str, *, cache: Path | None = None) -> bytes:
@@ -34,7 +39,10 @@ def compile_router(experts: int, top_k: int, hidden: int, arch: str, *, cache: P
             f"{_WHO}: hidden {hidden}, {experts} experts, top-{top_k}; hidden a multiple of {_K_STEP}, "
             f"1 <= top-k <= experts <= {_MOST_EXPERTS}"
         )
+    tokens, warps = _block(experts)
     macros = [
+        ("TOKENS", str(tokens)),
+        ("WARPS", str(warps)),
         ("EXPERTS", str(experts)),
         ("TOP_K", str(top_k)),
         ("HIDDEN", str(hidden)),
@@ -55,6 +63,8 @@ class Router:
         major, minor = torch.cuda.get_device_capability()
         code = compile_router(experts, top_k, hidden, f"sm_{major}{minor}")
         (self._function,) = load_functions(code, ("route",), _WHO)
+        self._tokens, warps = _block(experts)
+        self._threads = 32 * warps
 
     def __call__(self, x_TD: Tensor, weights_ED: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """Fill int64 `ids_TK`, best first, and float32 `weights_TK`. All contiguous; x and weights bfloat16.
@@ -64,7 +74,7 @@ class Router:
         tokens = x_TD.shape[0]
         tensors = (x_TD, weights_ED, ids_TK, weights_TK)
         values = [ctypes.c_uint64(tensor.data_ptr()) for tensor in tensors] + [ctypes.c_uint64(tokens)]
-        launch(self._function, -(-tokens // _TOKENS), _THREADS, values, "route", _WHO)
+        launch(self._function, -(-tokens // self._tokens), self._threads, values, "route", _WHO)
 
 
 def router_naive(x_TD: Tensor, weights_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -138,12 +138,20 @@ class Attention:
             cache_NPV[:, sizes.cached] = torch.mm(h_TD, weights.kv.T)
         else:
             torch.mm(h_TD, weights.kv.T, out=cache_NPV.view(tokens, sizes.kv_size))
-        q = q_TQ.view(number, sizes.sequence, sizes.heads, sizes.head_size).transpose(1, 2)
         kv = cache_NPV.view(number, positions, 2, sizes.kv_heads, sizes.head_size)
         k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-        with sdpa_kernel(list(BACKENDS[1 if sizes.cached else 0 :]), set_priority=True):
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=not sizes.cached, enable_gqa=True)
-        torch.mm(mixed.transpose(1, 2).reshape(tokens, sizes.q_size), weights.out.T, out=out_TD)
+        if sizes.sequence == 1 and sizes.cached:  # a key head's queries as so many positions, so that it is read once
+            q = q_TQ.view(number, sizes.kv_heads, -1, sizes.head_size)
+            mixed = _attention(q, k, v, BACKENDS[1:])
+        else:
+            q = q_TQ.view(number, sizes.sequence, sizes.heads, sizes.head_size).transpose(1, 2)
+            mixed = _attention(q, k, v, BACKENDS, causal=True).transpose(1, 2)
+        torch.mm(mixed.reshape(tokens, sizes.q_size), weights.out.T, out=out_TD)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, backends: Sequence[SDPBackend], *, causal: bool = False) -> Tensor:
+    with sdpa_kernel(list(backends), set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=causal)
 
 
 def attention_naive(sizes: AttentionSizes, weights: AttentionWeights, h_ND: Tensor, cache_PV: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ Knows nothing of streams. `run_cuda` calls it; `benchmarks/pipeline/gpu_overlap.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,10 +38,11 @@ from bywash.exchange.peer_layout import GENERATIONS
 from bywash.exchange.peer_tensors import DeviceReceived
 from bywash.kernels.add_norm import AddNorm
 from bywash.kernels.router import Router
-from bywash.moe.device_experts import DeviceExperts, open_device_experts
+from bywash.moe.device_experts import DeviceExperts
 from bywash.moe.device_layer import pairs_capacity
 from bywash.moe.pipeline.attention_cuda import Attention
 from bywash.moe.pipeline.schedule import Kind, Op, Split
+from bywash.moe.pipeline.shared_cuda import SharedExpert, open_shared
 from bywash.moe.pipeline.stack_sizes import StackSizes, StackWeights
 
 
@@ -121,7 +122,7 @@ class CudaForward:
             self.input_TD = torch.zeros(sizes.tokens, sizes.hidden, dtype=torch.bfloat16, device="cuda")
             self.output_TD = torch.zeros_like(self.input_TD)
         self.lanes, self._mixed_TD = self._open_lanes()
-        self._shared, self._all_T = self._open_shared()
+        self._shared = self._open_shared()
         self.parts: list[_Part] = []
 
     def _open_lanes(self) -> tuple[list[_Lane], Tensor | None]:
@@ -148,16 +149,14 @@ class CudaForward:
             ]
             return lanes, zeros(max(counts), sizes.hidden)
 
-    def _open_shared(self) -> tuple[list["_StagedExperts"], Tensor | None]:
-        """The shared expert of every layer, as one expert to which every row goes, and the index that says so."""
-        if not self.sizes.shared_inner:
-            return [], None
-        room = part_tokens(self.sizes, self.split)
-        pairs = zip(self.weights.shared_gate_up, self.weights.shared_down, strict=True)
-        with torch.inference_mode(False):
-            all_T = torch.arange(room, dtype=torch.int32, device="cuda")
-        opened = [open_device_experts(*pair, pairs=room, backend=row_independent_backend()) for pair in pairs]
-        return [cast(_StagedExperts, one) for one in opened], all_T  # both backends are
+    def _open_shared(self) -> list[SharedExpert]:
+        """The shared expert of every layer, if there is one."""
+        sizes, weights = self.sizes, self.weights
+        if not sizes.shared_inner:
+            return []
+        decode = sizes.attention is not None and sizes.attention.cached > 0 and len(sizes.parts(self.split)) == 1
+        pairs = list(zip(weights.shared_gate_up, weights.shared_down, strict=True))
+        return open_shared(pairs, part_tokens(sizes, self.split), one_part=decode)
 
     def _add_part(
         self, number: int, rows_TD: Tensor, out_TD: Tensor, y_MD: Tensor, ids: Tensor, weights: Tensor
@@ -226,11 +225,9 @@ class CudaForward:
 
     def shared(self, op: Op, part: _Part) -> None:
         """The shared expert or one of its products, over the rows that are real."""
-        assert self._all_T is not None
         assert part.shared_TD is not None
         first, last = _SHARED_STAGES[op.kind]
-        expert = self._shared[op.layer]
-        expert(part.rows_TD, self._all_T, part.tokens, part.shared_TD, first=first, last=last)
+        self._shared[op.layer](part.rows_TD, part.tokens, part.shared_TD, first=first, last=last)
 
     def _compute(self, op: Op, part: _Part, received: DeviceReceived) -> None:
         pairs = part.y_MD.shape[0]
@@ -261,20 +258,6 @@ _METHOD = {
 }
 _SHARED_STAGES = {Kind.SHARED: (0, 1), Kind.SHARED_UP: (0, 0), Kind.SHARED_DOWN: (1, 1)}
 """First and last of the two products."""
-
-
-class _StagedExperts(Protocol):
-    """Device experts whose products can be launched apart."""
-
-    def __call__(
-        self, rows_PD: Tensor, index_M: Tensor, ends_L: Tensor, out_MD: Tensor, *, first: int, last: int
-    ) -> Tensor:
-        """See `HopperExperts`."""
-
-
-def row_independent_backend() -> Literal["hopper", "triton"]:
-    """The experts' backend on this device that gives a row the same bits whatever rows stand beside it."""
-    return "hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton"
 
 
 def devices_needed(split: Split) -> int:
