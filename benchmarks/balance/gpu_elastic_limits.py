@@ -31,6 +31,8 @@ from bywash.routing.skew import zipf_popularity
 
 SLACK_BYTES = 512 << 20
 STEPS, PERIOD, EXPONENT = 240, 40, 0.9
+TRACE_LIMITS = Limits(alpha_1024=1044, fetch_rows=256, use_rows=256)
+"""A copy behind own experts costs a step some 14 us, about 100 rows, and reading an expert's weights as much as 150."""
 WARM_STEPS = 120
 """Steps before the first that counts, some two seconds: clocks that have just met the power limit first overshoot."""
 
@@ -181,7 +183,7 @@ def part_trace(run):
     steps = [trace_ids(step, run) for step in range(STEPS)]
     even = popular("balanced", tokens=SIZES.tokens, seed=1 + run.rank, ranks=run.ranks)
     for mode in ("stable", "fast"):
-        both = Both(run, replace(ROOMY, slots=8), Limits(alpha_1024=1044, fetch_rows=1024), mode)
+        both = Both(run, replace(ROOMY, slots=16), TRACE_LIMITS, mode)
         graphs = {"plain": both.graph(both.plain, calls=1)[0], "ours": both.graph(both.elastic, calls=1)[0]}
         for ids in steps[-WARM_STEPS:]:
             timed_step(run, both, ids, even, graphs)

@@ -1,7 +1,7 @@
 """The kernels that `gpu_overlap.py` needs, by name: kind, then what is compiled in. Imports nothing heavy by itself."""
 
 HIDDEN, TOP_K, RANKS = 7168, 8, 2
-EXPERTS = {"A": 64, "A2": 64, "C": 64, "C2": 64, "D": 64, "B": 256, "E": 16}
+EXPERTS = {"A": 64, "Z": 64, "A2": 64, "C": 64, "C2": 64, "D": 64, "B": 256, "E": 16}
 KINDS = ("peer", "gather", "router")
 
 

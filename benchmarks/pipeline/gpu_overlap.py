@@ -6,9 +6,10 @@ A  NVLink, 64 experts, 8,192 tokens per rank, 16 layers     C   through host mem
 A2 the same with 16,384 tokens                              C2  NCCL with P2P off, 12 layers
 B  NVLink, 256 experts, 4,096 tokens: does splitting pay?   D   NCCL over sockets (P2P, SHM, IB off), eager
 E  decode: 128 tokens, 16 experts, host time per replay     S   soak with random sizes and delays
+Z  as A, with weights of 0: not bound by power
 
 A layer is norm, attention (64 heads over 8 of keys, size 128), norm, router, routed experts, shared expert; baselines
-have the same stages in plain torch around an exchange by NCCL. S and A2 run only when asked for.
+have the same stages in plain torch around an exchange by NCCL. S, A2 and Z run only when asked for.
 
 Definitions. *Compute-only*: the same graph with nothing moved: kernels run on rows that an earlier step left.
 *Exposed*: step less compute-only. *Hidden*, from the profile of one replay: the share of the time in which rows or
@@ -31,6 +32,7 @@ from concurrent.futures import ProcessPoolExecutor
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
 ENVIRONMENT = {
     "A": {},
+    "Z": {},
     "A2": {},
     "C": P2P_OFF,
     "E": {},
@@ -39,7 +41,7 @@ ENVIRONMENT = {
     "D": P2P_OFF | {"NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
     "S": {},
 }
-SHARE_S = {"A": 65, "A2": 60, "C": 45, "E": 32, "C2": 50, "B": 25, "D": 20, "S": 20}
+SHARE_S = {"A": 65, "Z": 65, "A2": 60, "C": 45, "E": 32, "C2": 50, "B": 25, "D": 20, "S": 20}
 """Of the budget, relative to the others that run."""
 GRACE_S = 8.0
 """How long a part may overrun its share to print what it has."""
@@ -105,7 +107,7 @@ def compile_one(job):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--parts", nargs="+", default=[p for p in ENVIRONMENT if p not in ("S", "A2")], choices=list(ENVIRONMENT)
+        "--parts", nargs="+", default=[p for p in ENVIRONMENT if p not in ("S", "A2", "Z")], choices=list(ENVIRONMENT)
     )
     parser.add_argument("--out", help="a folder for results and timelines")
     parser.add_argument("--budget-s", type=float, default=240.0, help="of the whole script, seconds")
