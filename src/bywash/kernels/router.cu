@@ -8,7 +8,8 @@
 // Which of its K values a thread multiplies when does not matter as long as x and W agree. So a thread takes 8 neighbours
 // of a row, one load of 16 bytes, where the instruction's own order would need four loads of 4.
 //
-// `router.py` defines EXPERTS, TOP_K, HIDDEN (a multiple of 8), NOT_FINITE, WARPS and TOKENS (a multiple of 16).
+// `router.py` defines EXPERTS, TOP_K, HIDDEN (a multiple of 8), NOT_FINITE, WARPS, TOKENS (a multiple
+// of 16) and UNROLL.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -48,7 +49,7 @@ __device__ void warp_logits(u64 x, u64 weights, u32 first, u32 tokens, float (&d
 #pragma unroll
   for (int i = 0; i < 2 * TILES; ++i) row[i] = x + 2ull * min(first + group + 8 * i, tokens - 1) * HIDDEN;
   u32 begin = STEPS * warp / WARPS, end = STEPS * (warp + 1) / WARPS;
-#pragma unroll 2
+#pragma unroll UNROLL
   for (u32 step = begin; step < end; ++step) {
     u32 k = step * 32 + eighth;
     Eight a[2 * TILES];

@@ -23,9 +23,12 @@ _K_STEP, _MOST_EXPERTS = 8, 256
 _WHO = "router"
 
 
-def _block(experts: int) -> tuple[int, int]:
-    """(tokens, warps) of a block: few experts leave registers for two tiles of tokens, and for more warps."""
-    return (16 if experts > 64 else 32, 16 if experts <= 32 else 8)
+def _block(experts: int) -> dict[str, int]:
+    """Static choices. Few experts leave registers for more warps and loads in flight, which short steps need, or for
+    two tiles of tokens, so that weights are read half as often; the bits of a result depend on WARPS only."""
+    if experts <= 32:
+        return {"TOKENS": 16, "WARPS": 16, "UNROLL": 7}
+    return {"TOKENS": 32 if experts <= 64 else 16, "WARPS": 8, "UNROLL": 2}
 
 
 def compile_router(experts: int, top_k: int, hidden: int, arch: str, *, cache: Path | None = None) -> bytes:
@@ -39,10 +42,8 @@ def compile_router(experts: int, top_k: int, hidden: int, arch: str, *, cache: P
             f"{_WHO}: hidden {hidden}, {experts} experts, top-{top_k}; hidden a multiple of {_K_STEP}, "
             f"1 <= top-k <= experts <= {_MOST_EXPERTS}"
         )
-    tokens, warps = _block(experts)
     macros = [
-        ("TOKENS", str(tokens)),
-        ("WARPS", str(warps)),
+        *((name, str(value)) for name, value in _block(experts).items()),
         ("EXPERTS", str(experts)),
         ("TOP_K", str(top_k)),
         ("HIDDEN", str(hidden)),
@@ -63,8 +64,8 @@ class Router:
         major, minor = torch.cuda.get_device_capability()
         code = compile_router(experts, top_k, hidden, f"sm_{major}{minor}")
         (self._function,) = load_functions(code, ("route",), _WHO)
-        self._tokens, warps = _block(experts)
-        self._threads = 32 * warps
+        block = _block(experts)
+        self._tokens, self._threads = block["TOKENS"], 32 * block["WARPS"]
 
     def __call__(self, x_TD: Tensor, weights_ED: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """Fill int64 `ids_TK`, best first, and float32 `weights_TK`. All contiguous; x and weights bfloat16.
