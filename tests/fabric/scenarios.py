@@ -99,7 +99,7 @@ def _flows(rng, hosts: int, classes: int, payload: int, packets: int, servers: b
         qp_F=rng.integers(0, 2, count),
         phase_F=phase,
         after_F=after,
-        rate_gbps_F=np.full(count, _pick(rng, 0.0, 0.0, 3.7)),
+        rate_gbps_F=_pick(rng, 0.0, 0.0, 3.7) * (np.arange(count) % 4 if phases > 1 else np.ones(count)),
         background_F=background,
         gap_ps_P=rng.integers(0, 5_000_000, phases),
         barrier=_pick(rng, "host", "server", "global"),

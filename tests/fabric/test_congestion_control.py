@@ -171,3 +171,15 @@ def test_pacing_holds_a_queue_pair_to_its_rate():
     flows = Flows(src_F=np.array([1]), dst_F=np.array([0]), bytes_F=np.array([1_000_000]), rate_gbps_F=np.array([10.0]))
     result = simulate(Scenario(topology=single_switch(hosts=2), flows=flows))
     assert result.arrived_ps_F[0] / 1e6 == pytest.approx(1000 * 1048 * 8 / 10e3, rel=0.01)
+
+
+def test_a_queue_pair_takes_the_pace_of_each_message():
+    """10 Gb/s, then the line's 100, then 20: each takes its own time; packets of one after the other on one QP."""
+    paces = np.array([10.0, 0.0, 20.0])
+    flows = Flows(
+        src_F=np.ones(3), dst_F=np.zeros(3), bytes_F=np.full(3, 1_000_000), phase_F=np.arange(3), rate_gbps_F=paces
+    )
+    result = simulate(Scenario(topology=single_switch(hosts=2), flows=flows))
+    took_us = (result.arrived_ps_F - result.start_ps_F) / 1e6
+    expected = 1000 * 1048 * 8 / (np.where(paces > 0, paces, 100.0) * 1e3)
+    assert took_us == pytest.approx(expected, rel=0.03)

@@ -43,6 +43,16 @@ def test_a_file_becomes_a_scenario(tmp_path):
     assert simulate(scenario).verdict == "completed"
 
 
+def test_an_exchange_in_a_file_is_paced_by_its_counts(tmp_path):
+    (tmp_path / "m.csv").write_text("0,5,1\n3,0,3\n9,5,0\n")
+    section = {"kind": "matrix", "path": "m.csv", "pace_by_counts": 2}
+    data = {"topology": {"kind": "single-switch", "hosts": 3, "gbps": 100}, "traffic": [section]}
+    flows = parse_scenario(data, tmp_path).flows
+    into_H = np.bincount(flows.dst_F, flows.rate_gbps_F)
+    assert into_H.tolist() == pytest.approx([200.0] * 3)
+    assert flows.rate_gbps_F[(flows.src_F == 2) & (flows.dst_F == 0)] == pytest.approx(150.0)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -56,6 +66,8 @@ def test_a_file_becomes_a_scenario(tmp_path):
         ("traffic.0.bytes", 0, r"nothing to send"),
         ("traffic.0.class", "urgent", r"traffic\[0\].class = 'urgent': classes are roce, bulk"),
         ("traffic.0.schedule", "random", r"traffic\[0\].schedule = 'random'"),
+        ("traffic.0.pace_by_counts", 1.0, r"traffic\[0\].pace_by_counts: the traffic has a schedule of its own"),
+        ("traffic.0.pace_by_counts", -1, r"traffic\[0\].pace_by_counts = -1"),
         ("traffic", [], r"traffic"),
         ("traffic", [{"kind": "incast", "bytes": 1}], r"traffic\[0\].receiver: must be given"),
         ("traffic", [{"kind": "incast", "bytes": 1, "receiver": 8}], r"traffic"),

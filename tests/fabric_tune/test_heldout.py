@@ -11,7 +11,7 @@ from bywash.fabric.tune.objective import Outcome
 
 def outcomes(times, paused=0.0):
     return [
-        Outcome(p99_us=t, mean_us=t / 2, whole_us=2 * t, pause_share=paused, peak_queue_bytes=1000, drops=0)
+        Outcome(p99_us=t, mean_us=t / 2, whole_us=2 * t, pause_share=paused, peak_queue_bytes=1000, drops=0, floor_us=t)
         for t in times
     ]
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bywash.errors import ConfigError
-from bywash.fabric import Flows, from_matrix, join, leaf_spine, simulate
+from bywash.fabric import FrameConfig, from_matrix, join, leaf_spine, simulate
 from bywash.fabric.scenario import shared_pool_bytes
 from bywash.fabric.tune import Case
 from bywash.fabric.tune.objective import (
@@ -20,79 +19,33 @@ from bywash.fabric.tune.objective import (
     outcome,
     scenario,
     score,
-    with_sending,
 )
 from bywash.fabric.tune.space import paper, pfc_alone, vendor
-from tests.fabric_tune.samples import cases, plan_of, skewed
-
-
-@st.composite
-def traffic(draw):
-    """Flows of a few hosts in a few phases, some of them background, in any order."""
-    count, rng = draw(st.integers(1, 40)), np.random.default_rng(draw(st.integers(0, 1000)))
-    src = rng.integers(0, 5, count)
-    background = rng.random(count) < 0.2
-    background[0] = False
-    return Flows(
-        src_F=src,
-        dst_F=(src + rng.integers(1, 5, count)) % 5,
-        bytes_F=rng.integers(1, 10_000, count),
-        phase_F=rng.integers(0, 3, count),
-        background_F=background,
-    )
-
-
-def naive_after(flows, active):
-    """One flow at a time, with a list of what each (source, phase) has sent."""
-    sent, after = {}, []
-    for flow in range(flows.count):
-        line = sent.setdefault((flows.src_F[flow], flows.phase_F[flow]), [])
-        after.append(-1)
-        if not flows.background_F[flow]:
-            after[flow] = line[-active] if len(line) >= active else -1
-            line.append(flow)
-    return after
-
-
-@settings(deadline=None)
-@given(flows=traffic(), active=st.integers(1, 6))
-def test_a_schedule_chains_the_flows_of_a_source_and_phase(flows, active):
-    assert with_sending(flows, active, 0.0).after_F.tolist() == naive_after(flows, active)
-
-
-@settings(deadline=None)
-@given(flows=traffic())
-def test_no_schedule_and_no_pace_change_nothing(flows):
-    assert with_sending(flows, 0, 0.0) is flows
-
-
-def test_pacing_keeps_what_is_slower_already():
-    flows = replace(skewed(0), rate_gbps_F=np.where(np.arange(56) % 2, 5.0, 0.0))
-    assert set(with_sending(flows, 0, 20.0).rate_gbps_F.tolist()) == {5.0, 20.0}
-
-
-def test_a_second_schedule_is_refused():
-    with pytest.raises(ConfigError, match="has a schedule of its own"):
-        with_sending(with_sending(skewed(0), 2, 0.0), 2, 0.0)
+from tests.fabric.test_sending import traffic
+from tests.fabric_tune.samples import cases, plan_of
 
 
 @settings(max_examples=40, deadline=None)
 @given(flows=traffic())
 def test_the_floor_is_the_busiest_hosts(flows):
-    topology = leaf_spine(hosts=5, leaves=1, spines=1, gbps=[10.0, 25.0, 25.0, 40.0, 100.0])
-    expected = 0.0
-    for phase in range(flows.phases):
-        times = []
-        for host in range(5):
+    """What one host after another has to send or receive, phase by phase, frame by frame."""
+    topology, frame = leaf_spine(hosts=5, leaves=1, spines=1, gbps=[10.0, 25.0, 25.0, 40.0, 100.0]), FrameConfig()
+    times = []
+    for host in range(5):
+        busy_us = 0.0
+        for phase in range(flows.phases):
+            sides = []
             for end in (flows.src_F, flows.dst_F):
-                mine = sum(
+                mine = [
                     int(flows.bytes_F[f])
                     for f in range(flows.count)
                     if end[f] == host and flows.phase_F[f] == phase and not flows.background_F[f]
-                )
-                times.append(mine * 8 / (topology.host_gbps(host) * 1e3))
-        expected += max(times)
-    assert floor_us(topology, flows) == pytest.approx(expected)
+                ]
+                frames = sum(math.ceil(one / frame.payload_bytes) for one in mine)
+                sides.append((sum(mine) + frames * frame.header_bytes) * 8 / (topology.host_gbps(host) * 1e3))
+            busy_us += max(sides)
+        times.append(busy_us)
+    assert floor_us(topology, frame, flows) == pytest.approx(max(times))
 
 
 def test_no_switch_gets_a_larger_pool_than_it_has():
@@ -149,7 +102,9 @@ def test_a_case_that_takes_too_long_has_failed_it():
 @given(budget=st.floats(0, 0.01), shares=st.lists(st.floats(0, 0.02), min_size=1, max_size=5), drops=st.integers(0, 1))
 def test_lossless_and_within_the_pause_budget_comes_first(budget, shares, drops):
     made = [
-        Outcome(p99_us=10.0, mean_us=5.0, whole_us=40.0, pause_share=share, peak_queue_bytes=1, drops=drops)
+        Outcome(
+            p99_us=10.0, mean_us=5.0, whole_us=40.0, pause_share=share, peak_queue_bytes=1, drops=drops, floor_us=9.0
+        )
         for share in shares
     ]
     total = score(made)

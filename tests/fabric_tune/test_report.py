@@ -1,6 +1,7 @@
 """From a setting to a values file, and from there to switches and NICs."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,15 @@ def test_what_was_chosen_reaches_switches_and_nics():
         assert f"/{name} {value}\n" in script
     if setting.active:
         assert f"at most {setting.active} messages" in made["plan.md"]
+
+
+def test_how_senders_send_is_told_to_the_exchange():
+    fits = planned(plan_of(), 100.0)
+    made = files(plan_with(replace(fits, pace_by_counts=1.25)))
+    assert "each message paced to 1.25 times its share of the receiver's link" in made["plan.md"]
+    assert planned(plan_with(replace(fits, active=2)), 100.0).active == 2
+    written = values_data(SMALL | {"sending": {"active": 2}}, fits, 100.0)
+    assert "sending" not in written  # what the file had is not what was chosen
 
 
 def test_links_of_another_rate_take_thresholds_in_proportion():

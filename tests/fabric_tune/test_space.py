@@ -1,5 +1,7 @@
 """What may be chosen: levels, bounds, moves, references."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,8 +32,16 @@ def test_every_move_stays_within_the_levels_and_bounds(seed, start, sending):
         for name, (_, value) in changes(moved, one).items():
             assert value in space.levels[name]
         if not sending:
-            assert (moved.active, moved.pace_gbps) == (0, 0.0)
+            assert not any(getattr(moved, name) for name in GROUPS["sending"])
         one = moved
+
+
+def test_shares_of_the_receivers_link_go_with_no_other_pace_or_order():
+    space = space_of(plan_of(), 100.0, sending=True)
+    fits = replace(planned(plan_of(), 100.0), pace_by_counts=1.05)
+    assert space.allows(fits)
+    assert not space.allows(replace(fits, active=2))
+    assert not space.allows(replace(fits, pace_gbps=25.0))
 
 
 def test_moves_are_the_same_for_the_same_seed():

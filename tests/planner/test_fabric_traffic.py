@@ -78,7 +78,7 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
         load_flows(tmp_path / "absent.csv")
 
 
-@pytest.mark.parametrize("schedule", ["at-once", "rotated", "staggered", "paced", "receiver-granted"])
+@pytest.mark.parametrize("schedule", ["at-once", "rotated", "staggered", "paced", "by-counts", "receiver-granted"])
 def test_a_trace_becomes_a_scenario(tmp_path, schedule):
     out = tmp_path / "step.yaml"
     text = run("--trace", "prose", "--out", out, "--topology", SMALL, "--tokens", 3, "--hidden", 64, "--layers", "0,5",

@@ -173,6 +173,14 @@ def test_paced_messages_end_together_and_fill_the_busiest_link():
     assert max(leaf_out) <= 2 * 100.0 * 2  # at most what NICs send; uplinks are checked by the bound
 
 
+def test_by_counts_every_receiver_is_offered_its_line_in_each_exchange():
+    flows = moe_flows(some_layers(2), wire(), schedule="by-counts", compute=Compute())
+    for phase in range(4):
+        here = flows.phase_F == phase
+        into_H = np.bincount(flows.dst_F[here], flows.rate_gbps_F[here])
+        np.testing.assert_allclose(into_H[into_H > 0], 100.0)
+
+
 def test_bound_of_a_host_and_of_uplinks():
     frame = FrameConfig(payload_bytes=1000, header_bytes=0)
     topology = leaf_spine(hosts=8, leaves=2, spines=1, gbps=100.0, delay_ns=0.0)

@@ -49,7 +49,9 @@ def traffic(
     layers: Layers = "",
     rows: Annotated[str, typer.Option(help="a row is sent per-expert, per-rank or per-node")] = "per-rank",
     path: Annotated[str, typer.Option(help="flat, or hierarchical: on one rail, the rest over NVLink")] = "flat",
-    schedule: Annotated[str, typer.Option(help="at-once, rotated, staggered, paced or receiver-granted")] = "at-once",
+    schedule: Annotated[
+        str, typer.Option(help="at-once, rotated, staggered, paced, by-counts or receiver-granted")
+    ] = "at-once",
     placement: PlacementKind = "in-order",
     hidden: Hidden = 7168,
     dispatch: Dispatch = "fp8",

@@ -52,7 +52,7 @@ def tune(
     ] = None,
     pause_budget: Annotated[float, typer.Option(help="largest share of port time spent paused, 0 to 1")] = 0.001,
     sending: Annotated[
-        bool, typer.Option("--sending", help="also choose how many messages a NIC has under way, and their pace")
+        bool, typer.Option("--sending", help="also choose how senders send: messages under way, their pace")
     ] = False,
     budget: Annotated[int, typer.Option(help="simulations of the search, about")] = 120,
     jobs: Annotated[int | None, typer.Option(help="processes; default: one for each core")] = None,

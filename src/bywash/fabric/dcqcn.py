@@ -107,6 +107,17 @@ def catch_up(qp, qpf, qc, qcf, q, now, par, parf):
 
 
 @numba.njit(forceinline=True, _nrt=False)
+def repace(qp, qpf, qc, qcf, q, gbps, now, par, parf):
+    """The next flow's pace: rate and target keep their share of it, so that a cut outlives the flow."""
+    if gbps != qcf[q, MAX_RATE_F]:
+        catch_up(qp, qpf, qc, qcf, q, now, par, parf)
+        share = gbps / qcf[q, MAX_RATE_F]
+        qpf[q, RATE_F] *= share
+        qcf[q, TARGET_F] *= share
+        qcf[q, MAX_RATE_F] = gbps
+
+
+@numba.njit(forceinline=True, _nrt=False)
 def on_cnp(qp, qpf, qc, qcf, q, now, par, parf):
     """A congestion notification has reached the sender."""
     catch_up(qp, qpf, qc, qcf, q, now, par, parf)

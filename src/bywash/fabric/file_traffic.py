@@ -12,6 +12,7 @@ from bywash.fabric.file_topology import host_numbers
 from bywash.fabric.flow_file import load_flows
 from bywash.fabric.scenario import TrafficClass
 from bywash.fabric.schema import TrafficFile
+from bywash.fabric.sending import with_sending
 from bywash.fabric.topology import Topology
 from bywash.fabric.traffic import Barrier, Flows
 
@@ -36,7 +37,7 @@ def build_traffic(
     seed = file.seed if file.seed is not None else number
     try:
         if file.kind in ("alltoall", "matrix"):
-            return _shift(_exchange(file, topology.hosts, klass, directory, where, barrier), file.start_us)
+            return _shift(_exchange(file, topology, klass, directory, where, barrier), file.start_us)
         if file.kind in ("incast", "permutation", "poisson"):
             return _pattern(file, topology, klass, seed, where)
         if file.path is not None:
@@ -56,14 +57,19 @@ def _need(file: TrafficFile, name: str, where: str) -> Any:
     return value
 
 
-def _exchange(file: TrafficFile, hosts: int, klass: int, directory: Path, where: str, barrier: Barrier) -> Flows:
-    """Every host to every other: the same bytes for each pair, or those of a matrix."""
+def _exchange(
+    file: TrafficFile, topology: Topology, klass: int, directory: Path, where: str, barrier: Barrier
+) -> Flows:
+    """Every host to every other: the same bytes for each pair, or those of a matrix; perhaps paced by them."""
+    hosts = topology.hosts
     settings = {name: getattr(file, name) for name in ("schedule", "active", "step_us", "qps_per_pair", "rate_gbps")}
     settings |= {"traffic_class": klass, "phase": file.phase, "gap_us": file.gap_us, "barrier": barrier}
     if file.kind == "matrix":
-        return traffic.from_matrix(_matrix(directory / _need(file, "path", where), hosts, where), **settings)
-    _check_count(hosts * (hosts - 1) * file.qps_per_pair, where)
-    return traffic.alltoall(hosts, _need(file, "bytes", where), **settings)
+        flows = traffic.from_matrix(_matrix(directory / _need(file, "path", where), hosts, where), **settings)
+    else:
+        _check_count(hosts * (hosts - 1) * file.qps_per_pair, where)
+        flows = traffic.alltoall(hosts, _need(file, "bytes", where), **settings)
+    return with_sending(flows, topology.gbps_H, pace_by_counts=file.pace_by_counts)
 
 
 def _pattern(file: TrafficFile, topology: Topology, klass: int, seed: int, where: str) -> Flows:

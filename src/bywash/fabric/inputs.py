@@ -142,6 +142,13 @@ def _nic_ports(routes: Routes, near: Array, far: Array, klass: Array, channel: A
     return np.asarray(table[near, (mix32(*words).astype(np.int64) * count_H[near]) >> 32])
 
 
+def pace_gbps_F(scenario: Scenario, pairs: QueuePairs) -> Array:
+    """The fastest that each flow may be sent: its own cap, or the rate of its port; float64 [F]."""
+    line_F = np.array([link.gbps for link in scenario.topology.links])[pairs.port[pairs.qp_F] // 2]
+    cap_F = scenario.flows.rate_gbps_F
+    return np.asarray(np.where(cap_F > 0, np.minimum(cap_F, line_F), line_F))
+
+
 def qp_order(scenario: Scenario, pairs: QueuePairs) -> Array:
     """Flows with those of one QP side by side, in the order in which they are sent: by phase, start, index.
 

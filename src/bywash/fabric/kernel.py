@@ -33,7 +33,7 @@ import numba
 import numpy as np
 
 from bywash.fabric.calendar import follow, refill, schedule
-from bywash.fabric.dcqcn import catch_up, on_bytes, on_cnp
+from bywash.fabric.dcqcn import catch_up, on_bytes, on_cnp, repace
 from bywash.fabric.heaps import nic_pop, nic_push, pop_top, push, start_pop
 from bywash.fabric.hints import assume, prefetch
 from bywash.fabric.layout import *
@@ -248,7 +248,7 @@ def make_kernel(full: bool) -> Callable[..., Any]:
     @numba.njit(cache=True, nogil=True, _nrt=False)
     def loop(
         stop_events, hosts, ports_count, queues, group_count, phases, heap, wheel, counts, occupied, near, cal, pk, po,
-        po4, qu, qu4, qp, qp4, qpf, qc, qcf, rx, rx4, fl, sw, ho, nic_key, load_P, route, ports, leaf_H, down_H,
+        po4, qu, qu4, qp, qp4, qpf, qc, qcf, rx, rx4, fl, flf, sw, ho, nic_key, load_P, route, ports, leaf_H, down_H,
         group_H, bits, sacks, left_GP, entered_GP, first_GP, members, at_G, gap_P, start_time, start_flow, flowlets,
         log, samples, pend, wake, kick, ctl, pfc, sim, par, parf, rng,
     ):  # fmt: skip
@@ -262,7 +262,8 @@ def make_kernel(full: bool) -> Callable[..., Any]:
         assume(qc.shape[1] == QC_COLUMNS and qcf.shape[1] == QC_COLUMNS)
         assume(rx.shape[1] == RX_COLUMNS and rx4.shape[1] == 2 * RX_COLUMNS)
         assume(pk.shape[1] == PK_COLUMNS)
-        assume(fl.shape[1] == FL_COLUMNS and sw.shape[1] == SW_COLUMNS and ho.shape[1] == HO_COLUMNS)
+        assume(fl.shape[1] == FL_COLUMNS and flf.shape[1] == FL_COLUMNS)
+        assume(sw.shape[1] == SW_COLUMNS and ho.shape[1] == HO_COLUMNS)
         P, H, Q = ports_count, hosts, queues
         START, SAMPLE = 4 * P + 2 * H, 4 * P + 2 * H + 1
         n_heap, free_head, free_n = sim[S_HEAP_N], sim[S_FREE_HEAD], sim[S_FREE_N]
@@ -1057,6 +1058,8 @@ def make_kernel(full: bool) -> Callable[..., Any]:
                                 continue
                         psn = np.int64(qp4[q, NXT])
                         qp4[q, NXT] = psn + 1
+                        if par[P_REPACE]:
+                            repace(qp, qpf, qc, qcf, q, flf[qc[q, CUR_FLOW], F_PACE_F], now, par, parf)
                         if psn + 1 == qp4[q, CUR_END]:
                             size = qp4[q, CUR_LAST] + header
                             flow = fl[qc[q, CUR_FLOW], F_NEXT]

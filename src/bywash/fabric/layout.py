@@ -7,7 +7,7 @@ helper functions far slower). Times are picoseconds, sizes bytes, indices -1 for
 Arrays: `pk` packets (int32, grows), `po` ports, `qu` queues (row port * Q + queue), `qp` senders' half of a queue
 pair and `qc` its colder part, `rx` receivers' half, `fl` flows, `sw` nodes (only switches' rows are used), `ho` hosts,
 `sim` scalars that survive between calls, `par` and `parf` settings. `po4`, `qu4`, `qp4`, `rx4` are the same memory as
-int32, `qpf` and `qcf` as float64: what every packet touches is packed into one 64-byte line of each row.
+int32, `qpf`, `qcf` and `flf` as float64: what every packet touches is packed into one 64-byte line of each row.
 
 Queues of a port: 0 PFC frames, 1 control (ACK, NACK, CNP, RTS, GRANT), 2 + c class c. On a host's port the class
 queues hold QPs that are ready to send, not packets.
@@ -72,9 +72,9 @@ EARLY, UNACKED, NACKED, IN_RING, WANT, GRANTED, RING = range(8, 15)
 CNP_AT = 3
 RX_COLUMNS = 8
 
-# fl columns
+# fl columns; f: float64 through flf
 F_START, F_ARRIVED, F_DONE, F_END, F_LAST, F_NEXT, F_QP, F_READY = range(8)
-F_BACKGROUND, F_CHAIN, F_CHAIN_NEXT, F_PHASE, F_OFFSET, F_SRC, F_DST, F_AFTER = range(8, 16)
+F_BACKGROUND, F_CHAIN, F_CHAIN_NEXT, F_PHASE, F_OFFSET, F_SRC, F_DST, F_PACE_F = range(8, 16)
 FL_COLUMNS = 16
 
 # sw columns
@@ -150,7 +150,8 @@ SIM_SIZE = 24
     P_QUANTUM,
     P_UNASKED,
     P_WINDOW,
-) = range(40)
+    P_REPACE,
+) = range(41)
 PAR_SIZE = 48
 # parf
 R_G, R_AI, R_HAI, R_MIN, R_PMAX, R_ECN_DYNAMIC = range(6)

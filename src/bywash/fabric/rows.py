@@ -13,6 +13,7 @@ from bywash.fabric.inputs import (
     ecn_thresholds,
     entropy,
     node_seed,
+    pace_gbps_F,
     ps_per_byte_q16,
     qp_order,
 )
@@ -72,11 +73,6 @@ def qp_rows(scenario: Scenario, pairs: QueuePairs) -> tuple[Array, Array]:
         words = 1 << np.ceil(np.log2(np.maximum(1, -(-ring // 64)))).astype(np.int64)
         qc[:, L.BIT_BASE] = np.concatenate([[0], np.cumsum(words)[:-1]])
         qc[:, L.BIT_MASK] = words * 64 - 1
-    line = np.array([link.gbps for link in scenario.topology.links])[pairs.port // 2]
-    cap = np.zeros(count)
-    np.maximum.at(cap, pairs.qp_F, scenario.flows.rate_gbps_F)
-    rate = np.where(cap > 0, np.minimum(cap, line), line)
-    qpf[:, L.RATE_F] = qcf[:, L.TARGET_F] = qcf[:, L.MAX_RATE_F] = rate
     qcf[:, L.ALPHA_F] = 1.0
     qp[:, L.DUE] = qc[:, L.NEXT_INC] = qc[:, L.NEXT_ALPHA] = L.NEVER
     qc[:, L.B_LEFT] = scenario.nic.dcqcn.byte_counter
@@ -84,6 +80,7 @@ def qp_rows(scenario: Scenario, pairs: QueuePairs) -> tuple[Array, Array]:
     qp4[:, L.HASH] = _entropies(scenario, pairs, back=False)
     payload = frame.payload_bytes
     first_N = _first_flows(scenario, pairs)
+    qpf[:, L.RATE_F] = qcf[:, L.TARGET_F] = qcf[:, L.MAX_RATE_F] = pace_gbps_F(scenario, pairs)[first_N]
     bytes_N = scenario.flows.bytes_F[first_N]
     qc[:, L.CUR_FLOW] = qc[:, L.ACK_FLOW] = qc[:, L.READY_FLOW] = first_N
     qp4[:, L.CUR_END] = qp4[:, L.ACK_END] = -(-bytes_N // payload)
@@ -128,7 +125,7 @@ def flow_rows(scenario: Scenario, pairs: QueuePairs) -> Array:
     fl[:, L.F_NEXT] = fl[:, L.F_CHAIN] = fl[:, L.F_CHAIN_NEXT] = -1
     fl[:, L.F_QP], fl[:, L.F_BACKGROUND], fl[:, L.F_PHASE] = pairs.qp_F, flows.background_F, flows.phase_F
     fl[:, L.F_OFFSET], fl[:, L.F_SRC], fl[:, L.F_DST] = flows.start_ps_F, flows.src_F, flows.dst_F
-    fl[:, L.F_AFTER] = flows.after_F
+    fl.view(np.float64)[:, L.F_PACE_F] = pace_gbps_F(scenario, pairs)
     order = qp_order(scenario, pairs)
     ends = np.cumsum(packets_F[order])
     same = np.concatenate([[False], pairs.qp_F[order][1:] == pairs.qp_F[order][:-1]])

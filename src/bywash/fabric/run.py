@@ -42,6 +42,7 @@ _ARGUMENTS = [
     "rx",
     "rx4",
     "fl",
+    "flf",
     "sw",
     "ho",
     "nic_key",

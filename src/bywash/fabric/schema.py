@@ -63,6 +63,7 @@ class TrafficFile(_Strict):
     step_us: float = 0.0
     qps_per_pair: int = 1
     rate_gbps: float = 0.0
+    pace_by_counts: float = Field(default=0.0, ge=0)
     traffic_class: int | str = Field(default=0, alias="class")
     phase: int = 0
     gap_us: float = 0.0

@@ -13,8 +13,8 @@ CONTROLS = ("none", "dcqcn", "window", "receiver")
 MODES = ("ecmp", "flowlet", "adaptive", "spray")
 
 
-def settings(scenario: Scenario) -> Array:
-    """`par`, int64 [PAR_SIZE]."""
+def settings(scenario: Scenario, *, repaces: bool) -> Array:
+    """`par`, int64 [PAR_SIZE]; `repaces` says whether the pace of a QP changes from flow to flow."""
     switch, nic, frame, run, routing = scenario.switch, scenario.nic, scenario.frame, scenario.run, scenario.routing
     end = round(run.end_us * 1e6) if run.end_us else L.LAST_PS
     reorder = nic.reorder_packets if routing.mode == "ecmp" else max(nic.reorder_packets, nic.ooo_packets)
@@ -59,6 +59,7 @@ def settings(scenario: Scenario) -> Array:
         L.P_QUANTUM: scenario.frame_bytes,
         L.P_WINDOW: window_packets(scenario),
         L.P_UNASKED: nic.window_bytes // frame.payload_bytes,
+        L.P_REPACE: repaces,
     }
     par = np.zeros(L.PAR_SIZE, np.int64)
     for place, value in values.items():

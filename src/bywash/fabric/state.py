@@ -10,7 +10,7 @@ import numpy as np
 
 from bywash.errors import ConfigError
 from bywash.fabric import layout as L
-from bywash.fabric.inputs import Array, QueuePairs, first_rng, queue_pairs
+from bywash.fabric.inputs import Array, QueuePairs, first_rng, pace_gbps_F, queue_pairs
 from bywash.fabric.routes import Routes, compute_routes
 from bywash.fabric.rows import (
     aligned_rows,
@@ -30,7 +30,7 @@ from bywash.fabric.settings import rates, settings
 _FIRST_PACKETS = 16_384
 _FIRST_SAMPLES = 4096
 LOG_ROWS = 1 << 18
-_VIEWS = ("qpf", "qcf", "po4", "qu4", "qp4", "rx4")
+_VIEWS = ("qpf", "qcf", "flf", "po4", "qu4", "qp4", "rx4")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -131,7 +131,7 @@ def build(scenario: Scenario, *, full: bool) -> State:
         "ctl": np.zeros(16, np.int64),
         "pfc": np.zeros(ports * queues + 16, np.int64),
         "sim": np.zeros(L.SIM_SIZE, np.int64),
-        "par": settings(scenario),
+        "par": settings(scenario, repaces=_repaces(pace_gbps_F(scenario, pairs), pairs)),
         "parf": rates(scenario),
         "rng": np.array([first_rng(scenario.run.seed)], np.uint64),
     }
@@ -139,6 +139,7 @@ def build(scenario: Scenario, *, full: bool) -> State:
     arrays["bits"] = np.zeros(max(1, words), np.uint64)
     arrays["sacks"] = np.zeros(max(1, words if scenario.nic.recovery == "selective" else 1), np.uint64)
     arrays["qpf"], arrays["qcf"] = qp.view(np.float64), qc.view(np.float64)
+    arrays["flf"] = arrays["fl"].view(np.float64)
     for name in ("po", "qu", "qp", "rx"):
         arrays[f"{name}4"] = arrays[name].view(np.int32)
     arrays |= phase_rows(scenario, groups, ho)
@@ -159,6 +160,13 @@ def build(scenario: Scenario, *, full: bool) -> State:
     sim[L.S_LEFT] = int((~flows.background_F).sum())
     sim[L.S_START_AT] = L.NEVER
     return state
+
+
+def _repaces(pace_F: Array, pairs: QueuePairs) -> bool:
+    """Whether some QP has flows of different paces."""
+    one_N = np.zeros(len(pairs.src))
+    one_N[pairs.qp_F] = pace_F
+    return bool((one_N[pairs.qp_F] != pace_F).any())
 
 
 def _packet_pool(state: State, size: int) -> None:

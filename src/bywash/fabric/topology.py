@@ -13,6 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bywash.errors import ConfigError
 
 NodeKind = Literal["host", "switch"]
@@ -108,6 +111,11 @@ class Topology:
     def host_gbps(self, host: int) -> float:
         """What a host can send: the sum over its live links, in Gb/s."""
         return sum(link.gbps for link in self.links if host in (link.a, link.b) and not link.failed)
+
+    @property
+    def gbps_H(self) -> NDArray[np.float64]:
+        """`host_gbps` of every host: float64 [H]."""
+        return np.array([self.host_gbps(host) for host in range(self.hosts)])
 
     def oversubscription(self) -> float:
         """The worst switch of tier 1: rate towards hosts over rate towards tier 2 (0 when there is no tier 2).

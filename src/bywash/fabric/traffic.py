@@ -43,7 +43,7 @@ class Flows:
         qp_F: int64 [F], which queue pair of the (source, destination, class) triple: also its ECMP entropy.
         phase_F: int64 [F], phase number.
         after_F: int64 [F], index of the flow that must be acknowledged first, or -1; same source, earlier index.
-        rate_gbps_F: float64 [F], pacing cap in Gb/s; 0 for none. All flows of a QP have the same.
+        rate_gbps_F: float64 [F], pacing cap in Gb/s; 0 for none. A QP takes that of the flow it sends.
         background_F: bool [F], load that is neither waited for nor counted in completion statistics.
         gap_ps_P: int64 [P], compute time before each phase; as many as there are phases.
         barrier: what must be done with phase p - 1 before phase p may begin.

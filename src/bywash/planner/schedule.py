@@ -18,21 +18,24 @@ from numpy.typing import NDArray
 from bywash.errors import ConfigError
 from bywash.fabric.result import Result
 from bywash.fabric.scenario import FrameConfig, NicConfig
+from bywash.fabric.sending import by_counts
 from bywash.fabric.topology import Topology
 from bywash.fabric.traffic import Barrier, Flows, from_matrix, join
 from bywash.planner.moe_traffic import LayerBytes
 
 IntArray = NDArray[np.int64]
 
-Schedule = Literal["at-once", "rotated", "staggered", "paced", "receiver-granted"]
+Schedule = Literal["at-once", "rotated", "staggered", "paced", "by-counts", "receiver-granted"]
 """When a rank sends to its peers.
 
 `at-once`: to all together, as one all-to-all. `rotated`: to rank + 1, rank + 2, ... in turn, as many at a time as fill
 the pipe. `staggered`: the same order, but started by the clock. `paced`: to all together, each message slowed so that
 all end when the busiest link does (rates from the count matrix, which every rank knows before it sends; Varys' MADD).
+`by-counts`: to all together, each message at its share of the receiver's link, so that all to one receiver end together
+(see `fabric.sending`).
 `receiver-granted`: as at-once, but receivers grant packets at their own rate (an idealised NIC)."""
 
-SCHEDULES: tuple[Schedule, ...] = ("at-once", "rotated", "staggered", "paced", "receiver-granted")
+SCHEDULES: tuple[Schedule, ...] = ("at-once", "rotated", "staggered", "paced", "by-counts", "receiver-granted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +160,8 @@ def _exchange(bytes_HH: IntArray, wire: Wire, schedule: Schedule, phase: int, ga
             bytes_HH, schedule="staggered", step_us=mean_us, phase=phase, gap_us=gap_us, qps_per_pair=qps
         )
     flows = from_matrix(bytes_HH, phase=phase, gap_us=gap_us, qps_per_pair=qps)
+    if schedule == "by-counts":
+        return by_counts(flows, wire.topology.gbps_H, 1.0)
     if schedule != "paced" or not flows.count:
         return flows
     # Each message at the rate at which it ends with the busiest link. Wire rates, as the NIC paces frames.

@@ -64,6 +64,11 @@ def _sending(plan: FabricPlan) -> str:
     sending = plan.values.sending
     words = [f"at most {sending.active} messages of a NIC under way at once"] if sending.active else []
     words += [f"each QP paced to {sending.pace_gbps:g} Gb/s"] if sending.pace_gbps else []
+    if sending.pace_by_counts:
+        words.append(
+            f"each message paced to {sending.pace_by_counts:g} times its share of the receiver's link, which is its "
+            "bytes over all bytes that the receiver is due in the exchange"
+        )
     return f"senders: {', '.join(words)} (the exchange has to keep to it)\n" if words else ""
 
 

@@ -123,10 +123,15 @@ class MarkingValues(_Strict):
 
 
 class SendingValues(_Strict):
-    """What senders keep to: messages that a NIC has under way at once (0: any number), rate of a QP (0: the NIC's)."""
+    """What senders keep to; 0 for no bound.
+
+    `active`: messages that a NIC has under way at once. `pace_gbps`: rate of a QP. `pace_by_counts`: rate of a message
+    over its share of the receiver's link (its bytes over all that the receiver is due), see `fabric.sending`.
+    """
 
     active: int = Field(default=0, ge=0)
     pace_gbps: float = Field(default=0.0, ge=0)
+    pace_by_counts: float = Field(default=0.0, ge=0)
 
 
 class NicValues(_Strict):

@@ -69,7 +69,9 @@ class Network:
             first = ours[-1].end if ours else 0
             size = int(flows.bytes_F[number])
             packets = -(-size // s.frame.payload_bytes)
-            flow = Flow(number, first, first + packets, size - (packets - 1) * s.frame.payload_bytes)
+            line = self.ports[int(pairs.port[self.sender_of[number]])].gbps
+            pace = min(float(flows.rate_gbps_F[number]) or line, line)
+            flow = Flow(number, first, first + packets, size - (packets - 1) * s.frame.payload_bytes, pace)
             ours.append(flow)
             by_number[number] = flow
         self.flows = [by_number[number] for number in range(flows.count)]
@@ -77,9 +79,7 @@ class Network:
         self.senders = []
         for n in range(len(pairs.src)):
             src, dst, klass, channel = (int(x[n]) for x in (pairs.src, pairs.dst, pairs.klass, pairs.channel))
-            cap = max(float(flows.rate_gbps_F[flow.number]) for flow in mine[n])
-            line = self.ports[int(pairs.port[n])].gbps
-            rate = min(cap, line) if cap > 0 else line
+            rate = mine[n][0].pace
             sender = Sender(
                 number=n,
                 src=src,

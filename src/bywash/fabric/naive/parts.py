@@ -73,12 +73,13 @@ class Port:
 
 @dataclass(slots=True)
 class Flow:
-    """A message of a queue pair: packets `first` to `end` - 1, the last one with `last` bytes."""
+    """A message of a queue pair: packets `first` to `end` - 1 at `pace` Gb/s, the last one with `last` bytes."""
 
     number: int
     first: int
     end: int
     last: int
+    pace: float
     ready: bool = False
     start: int = -1
     arrived: int = -1
@@ -145,5 +146,9 @@ class Sender:
 
     def payload(self, psn: int, full: int) -> int:
         """Data bytes of a packet."""
-        flow = next(one for one in self.flows if one.first <= psn < one.end)
+        flow = self.flow_of(psn)
         return flow.last if psn + 1 == flow.end else full
+
+    def flow_of(self, psn: int) -> Flow:
+        """The flow that a packet belongs to."""
+        return next(one for one in self.flows if one.first <= psn < one.end)

@@ -57,6 +57,13 @@ def tick(net: Network, time: int, qp: Sender, what: str) -> None:
         _set_timer(net, qp, "increase", time + round(d.timer_us * 1e6))
 
 
+def repace(qp: Sender, pace: float) -> None:
+    """The next flow's pace: rate and target keep their share of it."""
+    if pace != qp.most:
+        share = pace / qp.most
+        qp.rate, qp.target, qp.most = qp.rate * share, qp.target * share, pace
+
+
 def increase(net: Network, qp: Sender, first: int, second: int) -> None:
     """One increase event: after F additive, after F by the lesser stage too hyper."""
     d = net.s.nic.dcqcn

@@ -135,6 +135,7 @@ def next_of_nic(net: Network, port: Port, number: int) -> Packet | None:
     else:
         psn = qp.next
         qp.next += 1
+        rates.repace(qp, qp.flow_of(psn).pace)
     size = qp.payload(psn, s.frame.payload_bytes) + s.frame.header_bytes
     if s.nic.control == "dcqcn" and s.nic.dcqcn.variant == "paper" and s.nic.dcqcn.byte_counter:
         qp.b_left -= size

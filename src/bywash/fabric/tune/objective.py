@@ -12,12 +12,11 @@ pool for its ports, after the headroom that its configuration reserves. Called b
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bywash.errors import ConfigError
 from bywash.fabric.config.plan import FabricPlan
 from bywash.fabric.config.thresholds import alpha_of, any_spread_ecn_bound, queue_at_first_pause
 from bywash.fabric.profiles import profile
@@ -34,8 +33,9 @@ from bywash.fabric.scenario import (
     SwitchConfig,
     shared_pool_bytes,
 )
+from bywash.fabric.sending import with_sending
 from bywash.fabric.topology import Topology
-from bywash.fabric.traffic import NO_FLOW, Flows
+from bywash.fabric.traffic import Flows
 from bywash.fabric.tune.space import HYPER, Setting, Space, gain, make_space
 
 PATIENCE = 30
@@ -75,6 +75,7 @@ class Outcome:
         pause_share: time that ports were kept from sending by PFC, over ports x simulated time.
         peak_queue_bytes: the largest egress queue.
         drops: packets lost.
+        floor_us: what no schedule can beat as a whole, see `floor_us`.
     """
 
     p99_us: float
@@ -83,6 +84,7 @@ class Outcome:
     pause_share: float
     peak_queue_bytes: int
     drops: int
+    floor_us: float
 
     @property
     def completed(self) -> bool:
@@ -102,6 +104,7 @@ class Score:
     p99_us: float
     mean_us: float
     whole_us: float
+    floor_us: float
     pause_share: float
     worst_pause_share: float
     peak_queue_bytes: int
@@ -183,6 +186,7 @@ def planned(plan: FabricPlan, gbps: float) -> Setting:
         increase_mbps=dcqcn.increase_for(gbps),
         active=plan.values.sending.active,
         pace_gbps=plan.values.sending.pace_gbps,
+        pace_by_counts=plan.values.sending.pace_by_counts,
     )
 
 
@@ -205,10 +209,17 @@ def scenario(fabric: Fabric, setting: Setting, case: Case) -> Scenario:
         ai_mbps=float(setting.increase_mbps),
         hai_mbps=float(HYPER * setting.increase_mbps),
     )
+    longest_us = PATIENCE * floor_us(fabric.topology, fabric.frame, case.flows) + SLACK_US
     return Scenario(
         name=case.name,
         topology=fabric.topology,
-        flows=with_sending(case.flows, setting.active, setting.pace_gbps),
+        flows=with_sending(
+            case.flows,
+            fabric.topology.gbps_H,
+            active=setting.active,
+            pace_gbps=setting.pace_gbps,
+            pace_by_counts=setting.pace_by_counts,
+        ),
         switch=SwitchConfig(buffer_bytes=fabric.buffer_bytes, alpha=alpha_of(setting.dynamic_th), ecn=ecn),
         nic=NicConfig(
             dcqcn=dcqcn,
@@ -217,53 +228,25 @@ def scenario(fabric: Fabric, setting: Setting, case: Case) -> Scenario:
         ),
         routing=RoutingConfig(mode="adaptive" if fabric.adaptive else "ecmp"),
         frame=fabric.frame,
-        run=RunConfig(seed=case.seed, end_us=min(8e6, PATIENCE * floor_us(fabric.topology, case.flows) + SLACK_US)),
+        run=RunConfig(seed=case.seed, end_us=min(8e6, longest_us)),
     )
 
 
-def with_sending(flows: Flows, active: int, pace_gbps: float) -> Flows:
-    """The flows with at most `active` of a source's under way in each phase (0: as they are), QPs capped at a rate.
+def floor_us(topology: Topology, frame: FrameConfig, flows: Flows) -> float:
+    """No schedule is faster: what the busiest host sends or receives at its own rate, phase after phase, and the gaps.
 
-    The n-th flow of a source in a phase waits for its (n - active)-th, in the order in which the flows stand.
-
-    Raises:
-        ConfigError: a schedule is asked of flows that have one.
+    Frames with their headers; no propagation, no other link.
     """
-    if pace_gbps:
-        paced_F = np.where(flows.rate_gbps_F > 0, np.minimum(flows.rate_gbps_F, pace_gbps), pace_gbps)
-        flows = replace(flows, rate_gbps_F=paced_F)
-    if not active:
-        return flows
-    if has_schedule(flows):
-        raise ConfigError("traffic: has a schedule of its own (after, start times); the tuner cannot choose one")
-    after_F = np.full(flows.count, NO_FLOW)
-    front = np.flatnonzero(~flows.background_F)
-    order = front[np.lexsort((front, flows.phase_F[front], flows.src_F[front]))]
-    key = flows.src_F[order] * flows.phases + flows.phase_F[order]
-    same = key[active:] == key[:-active]
-    after_F[order[active:][same]] = order[:-active][same]
-    return replace(flows, after_F=after_F)
-
-
-def has_schedule(flows: Flows) -> bool:
-    """Whether messages already wait for each other or for a time."""
-    front_F = ~flows.background_F
-    return bool((flows.after_F[front_F] >= 0).any() or flows.start_ps_F[front_F].any())
-
-
-def floor_us(topology: Topology, flows: Flows) -> float:
-    """No fabric is faster: per phase, the busiest host's bytes sent or received at its own rate, plus the gaps."""
-    front_F = ~flows.background_F
-    gbps_H = np.array([topology.host_gbps(host) for host in range(topology.hosts)])
-    total = float(flows.gap_ps_P.sum()) / PS_PER_US
+    wire_bytes_F = flows.bytes_F + frame.header_bytes * -(-flows.bytes_F // frame.payload_bytes)
+    busy_us_H = np.zeros(topology.hosts)
     for phase in range(flows.phases):
-        chosen = front_F & (flows.phase_F == phase)
+        chosen = ~flows.background_F & (flows.phase_F == phase)
         sent_H, received_H = (
-            np.bincount(end_F[chosen], weights=flows.bytes_F[chosen], minlength=topology.hosts)
+            np.bincount(end_F[chosen], weights=wire_bytes_F[chosen], minlength=topology.hosts)
             for end_F in (flows.src_F, flows.dst_F)
         )
-        total += float((np.maximum(sent_H, received_H) * 8e-3 / gbps_H).max())
-    return total
+        busy_us_H += np.maximum(sent_H, received_H) * 8e-3 / topology.gbps_H
+    return float(busy_us_H.max()) + float(flows.gap_ps_P.sum()) / PS_PER_US
 
 
 def message_us_F(result: Result) -> NDArray[np.float64]:
@@ -281,8 +264,8 @@ def outcome(result: Result) -> Outcome:
     """The numbers of a run that count here."""
     took_F = message_us_F(result)
     finished = bool(np.isfinite(took_F).all()) and result.verdict == "completed"
-    ports = result.paused_ps_PQ.shape[0]
-    front_F = ~result.scenario.flows.background_F
+    ports, run = result.paused_ps_PQ.shape[0], result.scenario
+    front_F = ~run.flows.background_F
     return Outcome(
         p99_us=float(np.percentile(took_F, 99)) if finished else math.inf,
         mean_us=float(took_F.mean()) if finished else math.inf,
@@ -290,19 +273,21 @@ def outcome(result: Result) -> Outcome:
         pause_share=float(result.paused_ps_PQ.sum()) / max(1, ports * result.end_ps),
         peak_queue_bytes=int(result.peak_bytes_PQ.max(initial=0)),
         drops=int(result.drops_PQ.sum()),
+        floor_us=floor_us(run.topology, run.frame, run.flows),
     )
 
 
 def score(outcomes: Sequence[Outcome]) -> Score:
     """One setting over the cases that it was run on."""
-    p99, mean, whole = (
-        _geometric([getattr(one, name) for one in outcomes]) for name in ("p99_us", "mean_us", "whole_us")
+    p99, mean, whole, floor = (
+        _geometric([getattr(one, name) for one in outcomes]) for name in ("p99_us", "mean_us", "whole_us", "floor_us")
     )
     return Score(
         objective_us=math.sqrt(p99 * whole),
         p99_us=p99,
         mean_us=mean,
         whole_us=whole,
+        floor_us=floor,
         pause_share=sum(one.pause_share for one in outcomes) / len(outcomes),
         worst_pause_share=max(one.pause_share for one in outcomes),
         peak_queue_bytes=max(one.peak_queue_bytes for one in outcomes),

@@ -9,7 +9,7 @@ import yaml
 from bywash.fabric.tune.heldout import TIMES, Interval, Row
 from bywash.fabric.tune.objective import Score
 from bywash.fabric.tune.session import TUNED, VENDOR, Tuning
-from bywash.fabric.tune.space import PARAMETERS, Setting, changes
+from bywash.fabric.tune.space import GROUPS, PARAMETERS, Setting, changes
 
 PARETO_ROWS = 8
 
@@ -34,8 +34,10 @@ def values_data(data: Mapping[str, Any], setting: Setting, gbps: float) -> dict[
         "fast_recovery_steps": setting.fast_recovery_steps,
         "increase_mbps": setting.increase_mbps,
     }
-    if setting.active or setting.pace_gbps:
-        out["sending"] = {"active": setting.active, "pace_gbps": setting.pace_gbps}
+    sending = {name: getattr(setting, name) for name in GROUPS["sending"] if getattr(setting, name)}
+    out.pop("sending", None)
+    if sending:
+        out["sending"] = sending
     return out
 
 
@@ -105,10 +107,14 @@ def _pareto_text(tuning: Tuning) -> list[str]:
 
 
 def rows_text(rows: Sequence[Row]) -> list[str]:
-    """A table of settings on held-out cases; ratios are over the tuned setting's, with 95 % intervals."""
+    """A table of settings on held-out cases; ratios are over the tuned setting's, with 95 % intervals.
+
+    `/ bound` is over the whole exchange's lower bound: what no schedule can beat.
+    """
     width = max(len(row.name) for row in rows)
     lines = [
-        f"{'':<{width}} {'p99 us':>9} {'mean us':>9} {'whole us':>9} {'paused':>8} {'queue MB':>8} {'drops':>6}"
+        f"{'':<{width}} {'p99 us':>9} {'mean us':>9} {'whole us':>9} {'/ bound':>9} {'paused':>8} {'at most':>8}"
+        f" {'queue MB':>8} {'drops':>6}"
         f"   {'p99 x tuned':>18} {'mean x tuned':>18} {'whole x tuned':>18}"
     ]
     for row in rows:
@@ -116,7 +122,8 @@ def rows_text(rows: Sequence[Row]) -> list[str]:
         ratios = " ".join(f"{_range(row.ratios[name]):>18}" for name in TIMES)
         lines.append(
             f"{row.name:<{width}} {one.p99_us:>9,.0f} {one.mean_us:>9,.0f} {one.whole_us:>9,.0f} "
-            f"{one.pause_share:>8.3%} {one.peak_queue_bytes / 1e6:>8.1f} {drops:>6}   {ratios}"
+            f"{one.whole_us / one.floor_us:>9.2f} {one.pause_share:>8.3%} {one.worst_pause_share:>8.3%} "
+            f"{one.peak_queue_bytes / 1e6:>8.1f} {drops:>6}   {ratios}"
         )
     return lines
 

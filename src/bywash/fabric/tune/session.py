@@ -3,7 +3,7 @@
 Joins `search` and `heldout`; knows the names of what others recommend. Called by the command line and the benchmark.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bywash.errors import ConfigError
@@ -71,6 +71,7 @@ def tune(
     effort: Effort,
     *,
     limits: FabricPlan | None = None,
+    also: Mapping[str, Setting] | None = None,
     report: Report | None = None,
 ) -> Tuning:
     """Search on some cases, judge on others.
@@ -80,6 +81,7 @@ def tune(
         search_cases, heldout_cases: traffic; no case in both.
         effort: how much, and within what.
         limits: the plan whose switches bound the thresholds, when `plan` is a smaller model of it.
+        also: further settings to judge, by name; nothing is learnt from them.
         report: progress, as `pool.Report`.
 
     Raises:
@@ -101,7 +103,8 @@ def tune(
             pause_budget=effort.pause_budget,
             seed=effort.seed,
         )
-        named = known | {"PFC alone, no ECN": pfc_alone(fabric.gbps), TUNED: found.best} | _parts(found.best, known)
+        named = known | {"PFC alone, no ECN": pfc_alone(fabric.gbps)} | dict(also or {})
+        named |= {TUNED: found.best} | _parts(found.best, known)
         held = range(len(search_cases), len(cases))
         pool.run(named.values(), held)
         rows = compare({name: pool.outcomes(setting, held) for name, setting in named.items()}, TUNED)

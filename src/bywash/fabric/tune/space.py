@@ -36,6 +36,7 @@ class Setting:
         increase_timer_us, byte_counter_bytes, fast_recovery_steps, increase_mbps: how rates come back.
         active: messages that a NIC has under way at once; 0 for all of them.
         pace_gbps: cap on the rate of a QP; 0 for none.
+        pace_by_counts: cap on a message, over its share of the receiver's link (see `sending`); 0 for none.
     """
 
     kmin_bytes: int
@@ -51,6 +52,7 @@ class Setting:
     fast_recovery_steps: int = Reaction().fast_recovery_steps
     active: int = 0
     pace_gbps: float = 0.0
+    pace_by_counts: float = 0.0
 
 
 PARAMETERS = tuple(Setting.__dataclass_fields__)
@@ -60,7 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "notification": ("cnp_interval_us",),
     "decrease": ("alpha_g", "alpha_timer_us"),
     "increase": ("increase_timer_us", "byte_counter_bytes", "fast_recovery_steps", "increase_mbps"),
-    "sending": ("active", "pace_gbps"),
+    "sending": ("active", "pace_gbps", "pace_by_counts"),
 }
 
 Bounds = Callable[[int], tuple[float, float]]
@@ -76,7 +78,12 @@ class Space:
     bounds: Bounds
 
     def allows(self, setting: Setting) -> bool:
-        """Whether a values file may have it: thresholds in order, and marking before pausing at every port."""
+        """Whether a values file may have it: thresholds in order, and marking before pausing at every port.
+
+        Shares of a receiver's link are for messages that start together, so that they go with no other pace or order.
+        """
+        if setting.pace_by_counts and (setting.active or setting.pace_gbps):
+            return False
         kmin_below, kmax_below = self.bounds(setting.dynamic_th)
         return setting.kmin_bytes <= setting.kmax_bytes < kmax_below and setting.kmin_bytes < kmin_below
 
@@ -130,6 +137,7 @@ def make_space(gbps: float, bounds: Bounds, *, sending: bool) -> Space:
         "increase_mbps": tuple(max(1, round(gbps * factor)) for factor in (0.1, 0.25, 1, 2.5, 10)),
         "active": (0, 1, 2, 4, 8) if sending else (0,),
         "pace_gbps": (0.0, *(gbps / share for share in (128, 64, 32, 16, 8, 4, 2))) if sending else (0.0,),
+        "pace_by_counts": (0.0, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0) if sending else (0.0,),
     }
     return Space(gbps=gbps, levels=levels, bounds=bounds)
 
