@@ -16,7 +16,7 @@ from bywash.bench.stack import Stack, StackShape, make_batches, split_batches
 from bywash.errors import RankLostError
 from bywash.exchange import Group, open_exchange, rebuild
 from bywash.moe import ExpertParallel
-from bywash.moe.pipeline import CpuExecutor, Forward, Split, build_schedule
+from bywash.moe.pipeline import Forward, Split, ThreadExecutor, build_schedule
 from bywash.routing import Routing
 from tests.hosts.network import counters
 from tests.moe.common import Case, random_batch, random_experts
@@ -219,7 +219,7 @@ def stack_steps(rank, ranks, store, deadline_s, *, shape, batches, splits, round
     stack = Stack(StackShape(**shape), Placement.equal(shape["experts"], ranks), rank)
     exchange = open_exchange("hierarchical", group, combine_mode="fast")
     experts, found, wanted = stack.on(exchange), {}, None
-    with torch.inference_mode(), CpuExecutor(deadline_s=5 * deadline_s) as executor:
+    with torch.inference_mode(), ThreadExecutor(deadline_s=5 * deadline_s) as executor:
         cases = {text: _StackCase(stack, experts, batches, Split(**split)) for text, split in splits.items()}
         for _ in range(rounds + 1):
             for text, case in cases.items():

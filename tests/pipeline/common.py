@@ -8,7 +8,7 @@ import torch
 from bywash.balance import Placement
 from bywash.bench.stack import Stack, StackShape, make_batches
 from bywash.exchange import LocalExchange, open_exchange
-from bywash.moe.pipeline import CpuExecutor, Forward, Split, build_schedule, forward_naive
+from bywash.moe.pipeline import Forward, Split, ThreadExecutor, build_schedule, forward_naive
 
 
 def without_semaphore(schedule, number):
@@ -81,7 +81,7 @@ def overlapped_steps(group, name, combine, cases, most_delay_s=0.0, drop=None, l
     but the first, which opens the exchange.
     """
     exchanges, outputs = {}, []
-    with torch.inference_mode(), CpuExecutor(deadline_s=4 * group.deadline_s) as executor:
+    with torch.inference_mode(), ThreadExecutor(deadline_s=4 * group.deadline_s) as executor:
         try:
             for number, (seed, shape, batches_R, split) in enumerate(cases):
                 key = (shape.hidden, shape.experts)

@@ -66,5 +66,5 @@ def test_lanes_hold_whole_sequences():
 
 @pytest.mark.skipif(GPUS > 0, reason="this machine has a GPU")
 def test_without_a_gpu_the_error_names_the_way_that_needs_none():
-    with pytest.raises(ConfigError, match="CpuExecutor"):
+    with pytest.raises(ConfigError, match="ThreadExecutor"):
         CudaExecutor()

@@ -121,8 +121,3 @@ def test_mistakes_are_named(args, message):
     with pytest.raises(ConfigError) as caught:
         app(args, standalone_mode=False)
     assert message in str(caught.value)
-
-
-def test_overlap_on_gpus_is_refused_by_name():
-    with pytest.raises(ConfigError, match="--overlap microbatch: generation on GPUs"):
-        overlap_for("microbatch", TinyModel(), job(device="cuda"))

@@ -1,5 +1,7 @@
-"""The CPU executor alone: order, errors of either thread, deadlines, wrong schedules."""
+"""The executor on threads alone: order, errors of either thread, deadlines, wrong schedules."""
 
+import contextlib
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -10,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bywash.errors import ConfigError, PipelineError, RankLostError
-from bywash.moe.pipeline import SERIAL, CpuExecutor, Kind, LayerForm, Schedule, Semaphore, Split, Stream, build_schedule
+from bywash.moe.pipeline import (
+    SERIAL,
+    Kind,
+    LayerForm,
+    Schedule,
+    Semaphore,
+    Split,
+    Stream,
+    ThreadExecutor,
+    build_schedule,
+)
+from bywash.moe.pipeline.queues import HostQueues
 from tests.pipeline.common import without_semaphore
 from tests.pipeline.test_schedule import FORMS, SPLITS
 
@@ -31,7 +44,7 @@ def test_every_op_runs_once_after_all_that_it_depends_on(forms, split, seed):
         ended.append(op.number)
         return op.number
 
-    with CpuExecutor(deadline_s=10) as executor:
+    with ThreadExecutor(deadline_s=10) as executor:
         for step in range(2):
             ended.clear()
             spans = executor.run(schedule, work)
@@ -54,7 +67,7 @@ def test_streams_run_at_the_same_time():
             meeting.wait()
         return 0
 
-    with CpuExecutor(deadline_s=10) as executor:
+    with ThreadExecutor(deadline_s=10) as executor:
         executor.run(TWO, work)
 
 
@@ -69,7 +82,7 @@ def test_an_error_of_either_thread_reaches_the_caller_and_ends_the_other(kind):
             raise error
         return 0
 
-    with CpuExecutor(deadline_s=10) as executor:
+    with ThreadExecutor(deadline_s=10) as executor:
         with pytest.raises(RankLostError) as caught:
             executor.run(TWO, work)
         assert caught.value is error
@@ -87,7 +100,7 @@ def test_a_stuck_stream_ends_the_other_at_the_deadline():
             release.wait(10)
         return 0
 
-    with CpuExecutor(deadline_s=0.2) as executor:
+    with ThreadExecutor(deadline_s=0.2) as executor:
         with pytest.raises(PipelineError, match=r"waits for dispatch A0 of layer 0; .* has not moved for 0.2 s"):
             executor.run(TWO, work)
         release.set()
@@ -100,7 +113,7 @@ def test_a_slow_stream_that_moves_is_waited_for():
         time.sleep(0.1 if op.kind.communicates else 0)
         return 0
 
-    with CpuExecutor(deadline_s=0.3) as executor:
+    with ThreadExecutor(deadline_s=0.3) as executor:
         assert len(executor.run(TWO, work)) == len(TWO.ops)
 
 
@@ -117,7 +130,7 @@ def test_streams_that_wait_for_each_other_are_told_at_once():
         return replace(op, awaits=awaits, signals=signals)
 
     wrong = Schedule(split=TWO.split, in_flight=2, ops=tuple(map(shifted, TWO.ops)), semaphores=circle)
-    with CpuExecutor(deadline_s=60) as executor, pytest.raises(PipelineError, match="no stream is left to go on"):
+    with ThreadExecutor(deadline_s=60) as executor, pytest.raises(PipelineError, match="no stream is left to go on"):
         executor.run(wrong, lambda op: 0)
 
 
@@ -126,7 +139,7 @@ def test_a_semaphore_that_nobody_raises_is_told_at_once():
         return replace(op, signals=()) if op.kind == Kind.COMBINE else op
 
     wrong = replace(TWO, ops=tuple(map(silent, TWO.ops)))
-    with CpuExecutor(deadline_s=60) as executor, pytest.raises(PipelineError, match="waits for combine"):
+    with ThreadExecutor(deadline_s=60) as executor, pytest.raises(PipelineError, match="waits for combine"):
         executor.run(wrong, lambda op: 0)
 
 
@@ -144,7 +157,7 @@ def test_a_missing_semaphore_lets_an_op_run_too_early():
         ended.append(op.number)
         return 0
 
-    with CpuExecutor(deadline_s=10) as executor:
+    with ThreadExecutor(deadline_s=10) as executor:
         executor.run(without_semaphore(TWO, number), work)
 
 
@@ -156,7 +169,7 @@ def test_the_communication_thread_has_the_callers_autograd_mode(inference):
         seen[op.stream] = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_num_threads())
         return 0
 
-    with torch.inference_mode(inference), CpuExecutor(deadline_s=10) as executor:
+    with torch.inference_mode(inference), ThreadExecutor(deadline_s=10) as executor:
         executor.run(TWO, work)
     assert seen[Stream.COMMUNICATION] == seen[Stream.COMPUTE]
     assert seen[Stream.COMPUTE][0] == inference
@@ -164,11 +177,76 @@ def test_the_communication_thread_has_the_callers_autograd_mode(inference):
 
 def test_a_serial_schedule_needs_no_thread():
     before = threading.active_count()
-    with CpuExecutor(deadline_s=10) as executor:
+    with ThreadExecutor(deadline_s=10) as executor:
         executor.run(build_schedule([LayerForm()], SERIAL), lambda op: 0)
         assert threading.active_count() == before
 
 
 def test_a_deadline_must_be_positive():
     with pytest.raises(ConfigError, match="deadline_s = 0"):
-        CpuExecutor(deadline_s=0)
+        ThreadExecutor(deadline_s=0)
+
+
+class LaterQueues(HostQueues):
+    """As a GPU: a stream does what it was given later, on a thread of its own; marks and waits are queued too."""
+
+    def __init__(self):
+        self._lines = {stream: queue.SimpleQueue() for stream in Stream}
+        self._mine = threading.local()
+        self._threads = [
+            threading.Thread(target=self._serve, args=[line], daemon=True) for line in self._lines.values()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, line):
+        while (job := line.get()) is not None:
+            job()
+
+    def give(self, job):
+        self._mine.line.put(job)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        self._mine.line = self._lines[stream]
+        yield
+
+    def mark(self):
+        reached = threading.Event()
+        self.give(reached.set)
+        return reached
+
+    def wait(self, mark):
+        self.give(lambda: mark.wait(10))
+
+    def end(self):
+        for line, thread in zip(self._lines.values(), self._threads, strict=True):
+            line.put(None)
+            thread.join(10)
+
+    def nanoseconds(self, mark):
+        return int(mark.is_set())
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("split", [Split(), Split(lanes=2), Split(chunks=2), Split(lanes=3)], ids=str)
+def test_what_threads_only_queue_keeps_its_order_too(split, drop):
+    """Ops are launched at once and run later; without the queued waits some op runs before its input is there."""
+    schedule, queues, ended, early = build_schedule([LayerForm()] * 3, split), LaterQueues(), set(), []
+    if drop:
+        queues.wait = lambda mark: None
+
+    def later(op):
+        time.sleep(0.001 if op.kind.communicates else 0.0)
+        early.extend([op.number] if not set(op.after) <= ended else [])
+        ended.add(op.number)
+
+    def work(op):
+        queues.give(lambda: later(op))
+        return 0
+
+    with ThreadExecutor(deadline_s=10) as executor:
+        executor._queues = queues
+        spans = executor.run(schedule, work)
+    assert len(ended) == len(spans) == len(schedule.ops)
+    assert bool(early) == drop

@@ -26,11 +26,11 @@ from bywash.exchange.names import Combine
 from bywash.moe import ExpertParallel
 from bywash.moe.pipeline import (
     SERIAL,
-    CpuExecutor,
     Forward,
     Kind,
     Span,
     Split,
+    ThreadExecutor,
     Usage,
     build_schedule,
     simulate,
@@ -107,7 +107,7 @@ def measure(group: Group, bench: LayerBench) -> LayerResult:
     """
     torch.set_num_threads(1)
     # An exchange has up to four waits of its own, each with the group's deadline, and the better error.
-    with torch.inference_mode(), CpuExecutor(deadline_s=5 * group.deadline_s) as executor:
+    with torch.inference_mode(), ThreadExecutor(deadline_s=5 * group.deadline_s) as executor:
         rig = _Rig(group, bench, executor)
         try:
             link = bench.link or _calibrate(rig)
@@ -129,7 +129,7 @@ def measure(group: Group, bench: LayerBench) -> LayerResult:
 class _Rig:
     """The stack, the exchange that is open, and clocks that all ranks start together."""
 
-    def __init__(self, group: Group, bench: LayerBench, executor: CpuExecutor) -> None:
+    def __init__(self, group: Group, bench: LayerBench, executor: ThreadExecutor) -> None:
         self.group, self.bench, self.executor = group, bench, executor
         self.stack = Stack(bench.shape, Placement.equal(bench.shape.experts, group.ranks), group.rank)
         self.open(None)

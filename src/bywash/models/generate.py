@@ -20,7 +20,7 @@ from bywash.errors import BywashError
 from bywash.exchange import DEADLINE_S
 from bywash.models.stages import LanguageModel, MicroBatch
 from bywash.moe import ExpertParallel
-from bywash.moe.pipeline import SERIAL, CpuExecutor, Forward, Schedule, Span, Split, build_schedule
+from bywash.moe.pipeline import SERIAL, Forward, Schedule, Span, Split, ThreadExecutor, build_schedule
 from bywash.routing import Routing
 
 FILLER = -1
@@ -116,7 +116,7 @@ def generate(
     forms = [layer.form for layer in model.layers]
     schedules = {split: build_schedule(forms, split) for split in {prefill, decode}}
     result = Generation(tokens={p: [] for batch in batches for p in batch.prompts if p != FILLER})
-    with CpuExecutor(deadline_s=EXCHANGE_WAITS * deadline_s) as executor:
+    with ThreadExecutor(deadline_s=EXCHANGE_WAITS * deadline_s, device=model.device) as executor:
         for step in range(new_tokens):
             if observer.on_step:
                 observer.on_step(step, batches)
@@ -138,7 +138,7 @@ def _forward(
     model: LanguageModel,
     experts: dict[int, ExpertParallel],
     batches: Sequence[MicroBatch],
-    executor: CpuExecutor,
+    executor: ThreadExecutor,
     schedule: Schedule,
     reuse_plan: bool,
     observer: Observer,

@@ -172,10 +172,12 @@ class LanguageModel:
         layers: the decoder layers, in order.
         num_experts, top_k: of its MoE layers.
         vocab: V.
+        device: where its weights are.
     """
 
     def __init__(self, model: Any, where: str) -> None:
         self._model = model
+        self.device: torch.device = model.device
         config = model.config
         family = family_of(config, where)
         self.layers = [DecoderLayer(la, family, config, i) for i, la in enumerate(model.model.layers)]

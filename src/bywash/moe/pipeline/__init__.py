@@ -1,7 +1,7 @@
 """Overlap: micro-batches whose rows travel while others compute, as a schedule that executors run.
 
 `schedule` says what an order of stages is and checks it, `order` makes one, `simulate` times it, `cost` decides how to
-split a step, `run_cpu` runs it on two threads, `forward` does what each stage is, `naive` is the oracle.
+split a step, `run_threads` runs it on two threads, `forward` does what each stage is, `naive` is the oracle.
 docs/overlap.md explains all of it.
 """
 
@@ -9,7 +9,7 @@ from bywash.moe.pipeline.cost import MODES, Decision, Load, Machine, decide, spl
 from bywash.moe.pipeline.forward import Forward, LayerStages
 from bywash.moe.pipeline.naive import forward_naive
 from bywash.moe.pipeline.order import IN_FLIGHT, build_schedule
-from bywash.moe.pipeline.run_cpu import CpuExecutor
+from bywash.moe.pipeline.run_threads import ThreadExecutor
 from bywash.moe.pipeline.schedule import SERIAL, Kind, LayerForm, Op, Schedule, Semaphore, Split, Stream, check
 from bywash.moe.pipeline.simulate import Span, Usage, critical_path, simulate, usage
 
@@ -17,7 +17,6 @@ __all__ = [
     "IN_FLIGHT",
     "MODES",
     "SERIAL",
-    "CpuExecutor",
     "Decision",
     "Forward",
     "Kind",
@@ -31,6 +30,7 @@ __all__ = [
     "Span",
     "Split",
     "Stream",
+    "ThreadExecutor",
     "Usage",
     "build_schedule",
     "check",

@@ -5,7 +5,8 @@ A lane is a list of batches of fixed shape; its tokens travel together. Any obje
 layer: `models.stages.DecoderLayer`, or the synthetic one of `bench.layer`.
 
 Shapes: T tokens of a lane or chunk, D hidden, K experts per token.
-Knows nothing of threads or streams. `run_cpu` calls it from two threads, never twice at once for one lane and chunk.
+Knows nothing of threads or streams. `run_threads` calls it from two threads, never twice at once for one lane and
+chunk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -165,6 +166,7 @@ class Forward:
 
     def _dispatch(self, op: Op, lane: _Lane) -> None:
         x_TD, routing = self._part(op, lane)
+        _used_here(x_TD, routing.ids_TK, routing.weights_TK)
         layer, number = self._experts[op.layer], op.lane * self._chunks + op.chunk
         chunk = lane.chunks[op.chunk]
         chunk.received, chunk.handle = layer.dispatch(x_TD, routing, reuse_plan=self._reuse_plan, part=number)
@@ -181,18 +183,22 @@ class Forward:
 
     def _compute(self, op: Op, lane: _Lane) -> None:
         chunk = lane.chunks[op.chunk]
-        chunk.y_MD = self._experts[op.layer].compute(_given(chunk.received, op))
+        received = _given(chunk.received, op)
+        _used_here(received.rows_ND, received.ids_NK, received.weights_NK)
+        chunk.y_MD = self._experts[op.layer].compute(received)
         chunk.received = None  # its rows may be overwritten once combine begins
 
     def _combine(self, op: Op, lane: _Lane) -> None:
         chunk, number = lane.chunks[op.chunk], op.lane * self._chunks + op.chunk
         outputs = [_given(chunk.y_MD, op)]
+        _used_here(*outputs)
         chunk.y_MD = None  # the layer frees them before it computes more
         chunk.out_TD = self._experts[op.layer].combine(_given(chunk.handle, op), outputs.pop(), part=number)
         chunk.handle = None
 
     def _finish(self, op: Op, lane: _Lane) -> None:
         outs = [_given(chunk.out_TD, op) for chunk in lane.chunks]
+        _used_here(*outs)
         for chunk in lane.chunks:
             chunk.out_TD = None
         if lane.routed:
@@ -230,6 +236,13 @@ def _joined_routing(parts: Sequence[Routing]) -> Routing:
         weights_TK=torch.cat([part.weights_TK for part in parts]),
         num_experts=parts[0].num_experts,
     )
+
+
+def _used_here(*tensors: Tensor) -> None:
+    """On a GPU: memory that another stream's allocation gave is not reused before this stream has read it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _given(value: Value | None, op: Op) -> Value:

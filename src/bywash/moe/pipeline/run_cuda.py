@@ -12,8 +12,8 @@ Nothing can wait for ever on one device: ops are launched in an order that respe
 have not ended the first one launched can run. Kernels that wait for peers do so in the same order on every rank
 (`moves`).
 
-Knows nothing of layers or tokens: `work(op)` launches what an op is on torch's current stream. `run_cpu` runs the same
-schedule on threads.
+Knows nothing of layers or tokens: `work(op)` launches what an op is on torch's current stream. `run_threads` runs the
+same schedule on threads.
 """
 
 from collections.abc import Callable, Collection
@@ -64,7 +64,7 @@ class CudaExecutor:
             ConfigError: no CUDA device.
         """
         if not torch.cuda.is_available():
-            raise ConfigError("pipeline: no CUDA device is visible; CpuExecutor runs the same schedule on threads")
+            raise ConfigError("pipeline: no CUDA device is visible; ThreadExecutor runs the same schedule on threads")
         self._streams = {stream: torch.cuda.Stream(priority=priority) for stream, priority in _PRIORITY.items()}
 
     def run(self, schedule: Schedule, work: Launch, *, leave_out: Collection[int] = ()) -> None:

@@ -1,11 +1,12 @@
-"""Run a schedule on CPU: the caller's thread computes, a second one drives the exchange.
+"""Run a schedule on two threads of the host: the caller's computes, a second one drives the exchange.
 
 torch, numpy's large copies and every wait of the exchanges release the interpreter lock, so communication goes on while
-the caller computes. Semaphores are flags under one condition. What goes wrong on either thread ends both, and the
-caller gets that error itself; a wait for a thread that makes no progress ends at a deadline.
+the caller computes. Semaphores are flags under one condition; on a GPU the streams behind the threads are ordered too
+(`queues`). What goes wrong on either thread ends both, and the caller gets that error itself; a wait for a thread that
+makes no progress ends at a deadline.
 
 Knows nothing of layers or tokens: `work(op)` does what an op is (`forward.Forward`). `run_cuda` runs the same schedule
-on streams.
+on streams alone.
 """
 
 import queue
@@ -15,11 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from bywash.errors import ConfigError, PipelineError
+from bywash.moe.pipeline.queues import CudaQueues, HostQueues, Queues
 from bywash.moe.pipeline.schedule import Op, Schedule, Stream
 from bywash.moe.pipeline.simulate import Span
 
@@ -30,24 +32,27 @@ _JOIN_S = 2.0
 """How long `close` waits for a communication thread that is still in a wait of its own; that wait has a deadline."""
 
 
-class CpuExecutor:
+class ThreadExecutor:
     """Runs schedules one after the other. A context manager: it owns a thread, started when first needed.
 
     Example:
-        >>> with CpuExecutor(deadline_s=60.0) as executor:
+        >>> with ThreadExecutor(deadline_s=60.0) as executor:
         ...     spans = executor.run(schedule, Forward(...))
     """
 
-    def __init__(self, *, deadline_s: float) -> None:
+    def __init__(self, *, deadline_s: float, device: torch.device | None = None) -> None:
         """Prepare.
 
         Args:
             deadline_s: the most seconds that one stream waits for the other without its making progress. An exchange
                 has deadlines of its own and the better error: give it several times as long as those.
+            device: where the tensors are; by default on the CPU.
         """
         if deadline_s <= 0:
             raise ConfigError(f"pipeline: deadline_s = {deadline_s}: must be more than 0 seconds")
         self._deadline_s = deadline_s
+        on_gpu = device is not None and device.type == "cuda"
+        self._queues: Queues[Any] = CudaQueues(device) if device is not None and on_gpu else HostQueues()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._steps = 0
@@ -61,7 +66,8 @@ class CpuExecutor:
             work: called once for each op, from the thread of its stream.
 
         Returns:
-            When each op ran, by number, on CLOCK_MONOTONIC (which ranks of one host share).
+            When each op ran, by number, on CLOCK_MONOTONIC (which ranks of one host share); on a GPU, when the device
+            did what the op had launched.
 
         Raises:
             PipelineError: a stream waited past the deadline, or both wait for each other; or an earlier run failed.
@@ -69,9 +75,10 @@ class CpuExecutor:
         """
         if self._broken:
             raise PipelineError("pipeline: an earlier step failed; make a new executor and a new exchange")
-        step = _Step(schedule, work, self._deadline_s, self._steps)
+        step = _Step(schedule, work, self._deadline_s, self._steps, self._queues)
         self._steps += 1
         communication = schedule.on(Stream.COMMUNICATION)
+        self._queues.begin()
         if communication:
             self._start_thread()
             grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -84,7 +91,8 @@ class CpuExecutor:
             self._broken = True
             step.fail(error)
             raise
-        return [span for span in step.spans if span is not None]
+        self._queues.end()
+        return step.spans()
 
     def close(self) -> None:
         """End the thread. Safe to call twice, and after an error."""
@@ -119,9 +127,10 @@ class _Step:
     work: Work
     deadline_s: float
     step: int
-    spans: list[Span | None] = field(init=False)
+    queues: Queues[Any]
+    _ran: list[tuple[Op, Any, Any, int]] = field(default_factory=list)
     _streams: set[Stream] = field(init=False)
-    _raised: set[int] = field(default_factory=set)
+    _raised: dict[int, Any] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _error: BaseException | None = None
     _waiting: dict[Stream, int] = field(default_factory=dict)
@@ -129,21 +138,27 @@ class _Step:
     _progress_ns: int = 0
 
     def __post_init__(self) -> None:
-        self.spans = [None] * len(self.schedule.ops)
         self._streams = {op.stream for op in self.schedule.ops}
 
     def run(self, ops: Sequence[Op]) -> None:
         """Run one stream's ops on this thread. Raises what failed here or there."""
-        for op in ops:
-            for number in op.awaits:
-                self._await(op, number)
-            start_ns = time.monotonic_ns()
-            sent_bytes = self.work(op)
-            end_ns = time.monotonic_ns()
-            self.spans[op.number] = Span(op=op, start_ns=start_ns, end_ns=end_ns, sent_bytes=sent_bytes, step=self.step)
-            if op.signals:
-                self._raise(op.signals)
+        with self.queues.on(ops[0].stream):
+            for op in ops:
+                for number in op.awaits:
+                    self._await(op, number)
+                start = self.queues.mark()
+                sent_bytes = self.work(op)
+                end = self.queues.mark()
+                self._ran.append((op, start, end, sent_bytes))
+                if op.signals:
+                    self._raise(op.signals, end)
         self._end(ops[0].stream)
+
+    def spans(self) -> list[Span]:
+        """When each op ran, by number. Once all have and the queues have ended."""
+        at, step = self.queues.nanoseconds, self.step
+        ran = sorted(self._ran, key=lambda one: one[0].number)
+        return [Span(op=op, start_ns=at(a), end_ns=at(b), sent_bytes=sent, step=step) for op, a, b, sent in ran]
 
     def run_beside(self, ops: Sequence[Op], *, grad: bool, inference: bool) -> None:
         """`run` on the communication thread, in the caller's autograd mode; an error goes to the caller."""
@@ -169,6 +184,7 @@ class _Step:
             self._waiting[op.stream] = number
             self._wait(lambda: number in self._raised, self._what(number))
             del self._waiting[op.stream]
+        self.queues.wait(self._raised[number])
 
     def _wait(self, reached: Callable[[], bool], what: str) -> None:
         begun_ns = time.monotonic_ns()
@@ -194,9 +210,9 @@ class _Step:
         semaphore, ops = self.schedule.semaphores[number], self.schedule.ops
         return f"{ops[semaphore.target]} waits for {ops[semaphore.source]}"
 
-    def _raise(self, numbers: Sequence[int]) -> None:
+    def _raise(self, numbers: Sequence[int], mark: object) -> None:
         with self._changed:
-            self._raised.update(numbers)
+            self._raised.update(dict.fromkeys(numbers, mark))
             self._progress_ns = time.monotonic_ns()
             self._changed.notify_all()
 

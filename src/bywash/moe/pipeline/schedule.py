@@ -8,7 +8,8 @@ Every stream runs its ops in the order in which the schedule lists them. Order b
 alone: the source op raises, the target op waits. `check` proves that this is enough for every dependency and that
 nothing can wait for itself; `order` decides the order, here is only what it means.
 
-Knows nothing of tensors, threads, devices or time. Executors run it (`run_cpu`), `simulate` costs it, reports draw it.
+Knows nothing of tensors, threads, devices or time. Executors run it (`run_threads`), `simulate` costs it, reports
+draw it.
 """
 
 from collections.abc import Callable, Sequence
