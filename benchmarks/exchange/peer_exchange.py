@@ -100,6 +100,9 @@ class Ours:
     def combine(self, generation):
         self.device.combine(self.case.y, generation=generation)
 
+    def combine_pushed(self, generation):
+        self.device.combine(self.case.y, generation=generation, pushed=True)
+
     def combine_halves(self, generation):
         self.device.combine_start(self.case.y, generation=generation)
         self.device.combine_finish(generation)
@@ -150,7 +153,7 @@ def time_ours(case, rounds):
             ours.time(rounds, **{"dispatch fp8 given": ours.dispatch})
         ours.device.close()
     ours = Ours(case, "exact")
-    ours.time(rounds, **{"combine exact": ours.combine})
+    ours.time(rounds, **{"combine exact": ours.combine, "the same, outputs pushed before": ours.combine_pushed})
     ours.device.close()
     ours = Ours(case)
     ours.device.early_launch = False

@@ -49,8 +49,9 @@ from bywash.routing import Routing
 TOP_K, HIDDEN, INNER = 8, 7168, 2048
 CASES = ((4096, 256), (4096, 64), (128, 16), (128, 256))
 """Tokens per rank and experts over all ranks."""
-WAYS = ("fast", "stable", "exact", "fp8", "copy")
-"""Combine modes of the exchange by kernel; `fast` with e4m3 rows and experts; `fast` with all-gather by copy engine."""
+WAYS = ("fast", "stable", "exact", "exact-sent", "fp8", "copy")
+"""Combine modes of the exchange by kernel; `exact` whose combine sends what `hopper` else pushes beside its products;
+`fast` with e4m3 rows and experts; `fast` with all-gather by copy engine."""
 FP8 = "triton_fp8"
 SAMPLE, TOLERANCE = 12, 1.5e-2
 """Tokens of each rank that are checked; relative difference (2-norm of a token) that rounding to bf16 may make."""
@@ -165,7 +166,7 @@ def open_experts(case, backend, layout):
 
 def measure_ours(case, backend, way, device):
     experts, expected = open_experts(case, backend, device.layout)
-    layer = DeviceLayer(device, experts, local_experts=case.local)
+    layer = DeviceLayer(device, experts, local_experts=case.local, push=way != "exact-sent")
     routing = Routing(ids_TK=case.ids, weights_TK=case.weights, num_experts=case.experts)
     count = torch.full((1,), case.tokens, dtype=torch.int32, device="cuda")
     counts_first, name = case.tokens >= COUNTS_FIRST, f"ours, {backend}, {way}"
@@ -184,9 +185,11 @@ def measure_ours(case, backend, way, device):
     case.time(name, graph_of(step, case.calls), case.options.rounds)
     layer.check()
     received = device.dispatch(case.x, case.ids, case.weights, tokens=count, counts_first=counts_first)
-    device.combine(layer.compute(received))
+    device.combine(layer.compute(received), pushed=layer.pushes)
     layer.check()
-    case.time(f"experts, {backend}", graph_of(lambda _: layer.compute(received), case.calls), case.options.rounds)
+    # Those that push write the same rows again, which no step reads.
+    name = f"experts, {backend}" + (", pushing" if layer.pushes else "")
+    case.time(name, graph_of(lambda _: layer.compute(received), case.calls), case.options.rounds)
 
 
 def open_device(case, way):
@@ -198,10 +201,10 @@ def open_device(case, way):
         tokens=case.tokens,
         hidden=HIDDEN,
         dtype=torch.bfloat16,
-        exact=way == "exact",
+        exact=way in ("exact", "exact-sent"),
         fp8="amax" if way == "fp8" else "off",
     )
-    mode = way if way in ("stable", "exact") else "fast"
+    mode = "exact" if layout.exact else "stable" if way == "stable" else "fast"
     auto = select(layout, combine_mode=mode, equal_rows=True)
     log(case.group.rank, f"  {way}: auto takes {auto.algorithm}: {auto.why}")
     algorithm = "all-gather" if way == "copy" else "all-to-all"
@@ -214,6 +217,8 @@ def measure_all_ours(case):
         if way == "fp8" and case.tokens < COUNTS_FIRST:
             continue
         backends = case.options.backends[:1] if way == "copy" else [FP8] if way == "fp8" else case.options.backends
+        if way == "exact-sent":  # the other backends never push
+            backends = [backend for backend in backends if backend == "hopper"]
         if not case.has_time(f"ours, {way}"):
             continue
         device = open_device(case, way)

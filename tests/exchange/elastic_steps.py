@@ -14,7 +14,7 @@ from bywash.exchange.peer_elastic import ElasticDevice, elastic_layout
 from bywash.exchange.rows import weighted_sum
 from bywash.memory.device_slots import DeviceSlots, WeightLayout
 from tests.balance.plan_cases import Oracle
-from tests.exchange.peer_steps import draw, same_bits
+from tests.exchange.peer_steps import draw, may_push, push_outputs, same_bits
 
 INNER = 8
 
@@ -182,7 +182,10 @@ def elastic_steps(group, devices, config, steps, seed, *, capacity=0, resize=Fal
                 device.plan_next(record, planner, generation)
                 last[layer] = made_plan(planner, placement, counts_RE)
             device.check()
-            device.combine_wave(record, compute(device, pool, received, layer, capacity), out, wave, generation)
+            y, pushed = compute(device, pool, received, layer, capacity), may_push(received, seed + step, group.rank)
+            if pushed:
+                push_outputs(received, y)
+            device.combine_wave(record, y, out, wave, generation, pushed=pushed)
         device.check()
         home_TK = torch.from_numpy(np.append(placement.home_E, -1).astype(np.int64))[ids]
         virtual, _, _ = device.virtual_parts(generation)

@@ -159,6 +159,30 @@ def _untouched(rest):
     )
 
 
+def check_targets(counts, hidden, inner, tuning, share):
+    """Outputs with a target are there, with the same bits, and only there; places in between are left alone."""
+    problem, pairs = make_problem(counts, hidden, inner), sum(counts)
+    experts, generator = open_experts(problem, tuning), torch.Generator("cuda").manual_seed(1)
+    usual_MD = experts(problem.rows_PD, problem.index_M, problem.ends_L)[:pairs]
+    far = torch.full((2 * pairs, hidden + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
+    places_M = torch.randperm(2 * pairs, device="cuda", generator=generator)[:pairs]
+    away_M = torch.rand(pairs, device="cuda", generator=generator) < share
+    targets_M = torch.full_like(problem.index_M, -16, dtype=torch.int64)  # past M nobody looks
+    targets_M[:pairs] = torch.where(away_M, far.data_ptr() + places_M * far.stride(0) * 2, 0)
+    out_MD = torch.full((problem.index_M.shape[0], hidden), float("nan"), dtype=torch.bfloat16, device="cuda")
+    experts(problem.rows_PD, problem.index_M, problem.ends_L, out_MD, targets_M=targets_M)
+    wanted_far, wanted_MD = torch.full_like(far, float("nan")), torch.full_like(out_MD, float("nan"))
+    wanted_far[places_M[away_M], :hidden] = usual_MD[away_M]
+    wanted_MD[:pairs][~away_M] = usual_MD[~away_M]
+    for name, got, wanted in (("targets", far, wanted_far), ("outputs", out_MD, wanted_MD)):
+        wrong = got.view(torch.int16) != wanted.view(torch.int16)
+        if wrong.any():
+            rows = wrong.any(1).nonzero().flatten().tolist()
+            return f"{name}: {int(wrong.sum())} values differ, in {len(rows)} of {len(got)} rows: {rows[:20]}"
+    experts(problem.rows_PD, problem.index_M, problem.ends_L, out_MD)
+    return None if torch.equal(out_MD[:pairs], usual_MD) else "a call without targets still uses those of the last"
+
+
 def check_replay(tuning):
     """One captured graph, replayed after counts, index and rows changed."""
     hidden, inner, experts_here, most = 256, 192, 5, 900
@@ -271,6 +295,9 @@ def _cases():
         yield f"{name}: both, many experts", check_both, (list(range(1, 97)), 1024, 512, full), {"places": 1000}
         yield f"{name}: both, DeepSeek's sizes", check_both, ([250, 270, 0, 3], 7168, 2048, full), {"places": 400}
         yield f"{name}: both, few blocks", check_both, (SKEWED, 512, 384, full), {"max_blocks": 7}
+        yield f"{name}: targets, some", check_targets, ([31, 1, 0, 77, 333], 264, 136, full, 0.5), {}
+        yield f"{name}: targets, all, small tiles", check_targets, (SKEWED, 520, 384, small, 1.0), {}
+        yield f"{name}: targets, DeepSeek's sizes", check_targets, ([250, 270, 0, 3], 7168, 2048, full, 0.5), {}
         yield f"{name}: bad input", check_reports, (full,), {}
         yield f"{name}: replays", check_replay, (full,), {}
         yield f"{name}: a row's bits", check_independence, (full,), {}

@@ -14,6 +14,17 @@ except ConfigError as missing:
 SHAPES = {
     "deepseek": KernelShape(ranks=2, experts=256, top_k=8, vecs=896, dtype="bfloat16", exact=False),
     "exact": KernelShape(ranks=2, experts=256, top_k=8, vecs=896, dtype="bfloat16", exact=True),
+    "elastic": KernelShape(
+        ranks=2,
+        experts=268,
+        top_k=8,
+        vecs=896,
+        dtype="bfloat16",
+        exact=False,
+        real_experts=256,
+        guests=6,
+        mixed=True,
+    ),
     "odd": KernelShape(ranks=5, experts=7, top_k=3, vecs=1, dtype="float16", exact=False),
     "fp8": KernelShape(ranks=2, experts=256, top_k=8, vecs=896, dtype="bfloat16", exact=False, fp8=1),
     "fp8-odd": KernelShape(ranks=3, experts=9, top_k=2, vecs=17, dtype="float16", exact=True, fp8=2),
@@ -23,7 +34,14 @@ SHAPES = {
 
 
 QUICK = [("deepseek", "sm_80"), ("deepseek", "sm_90a"), ("deepseek", "sm_100a"), ("fp8", "sm_90a"), ("alone", "sm_90a")]
-SLOW = [("exact", "sm_90a"), ("odd", "sm_80"), ("wide", "sm_100a"), ("fp8", "sm_80"), ("fp8-odd", "sm_100a")]
+SLOW = [
+    ("exact", "sm_90a"),
+    ("elastic", "sm_90a"),
+    ("odd", "sm_80"),
+    ("wide", "sm_100a"),
+    ("fp8", "sm_80"),
+    ("fp8-odd", "sm_100a"),
+]
 
 
 @pytest.mark.parametrize(("name", "arch"), QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW])

@@ -9,6 +9,8 @@ import torch
 
 from bywash.errors import ConfigError
 from bywash.exchange import peer_device
+from bywash.moe.device_layer import DeviceLayer
+from bywash.routing import Routing
 from tests.exchange import peer_steps
 from tests.kernels import emulator
 
@@ -49,6 +51,49 @@ def test_random_steps(ranks, config):
 def test_more_random_steps(ranks, config):
     with emulator.emulated():
         emulator.Threads(ranks, 60.0).run(peer_steps.random_steps, 1, config, 9, 1000)
+
+
+class Factors:
+    """Experts that can push, as `peer_steps` has them."""
+
+    can_push = True
+
+    def __init__(self, device, factor_E):
+        self.device, self.factor_E, self.pushed = device, factor_E, 0
+
+    def __call__(self, rows_PD, index_M, ends_L, out_MD=None, *, targets_M=None):
+        received = self.device._channels[0].received
+        y = peer_steps.expert_outputs(self.device, received, self.factor_E)
+        if targets_M is not None:
+            self.pushed += int((targets_M[: int(ends_L[-1])] != 0).sum())
+            peer_steps.push_outputs(received, y)
+        return y
+
+
+def run_layers(group, config):
+    """A layer that pushes and one that does not, over one exchange; how many outputs each pushed."""
+    device, placement = peer_steps.open_device(group, devices=1, **config)
+    layout, factor_E, pushed = device.layout, peer_steps.factors(config["experts"]), []
+    for push in (True, False):
+        experts = Factors(device, factor_E)
+        layer = DeviceLayer(device, experts, local_experts=config["experts"] // group.ranks, push=push)
+        for seed in (4, 5):
+            x, ids, weights = peer_steps.draw_all(seed, layout, config["tokens"])[group.rank]
+            out = layer(x, Routing(ids_TK=ids, weights_TK=weights, num_experts=config["experts"]))
+            expected = peer_steps.oracle_out(x, ids, weights, placement, layout, config["mode"])
+            assert peer_steps.same_bits(out, expected), f"push {push}, seed {seed}"
+        pushed.append(experts.pushed)
+    if not layout.apart:
+        with pytest.raises(ConfigError, match="all travel summed"):
+            device.combine(out.new_zeros(1, layout.hidden), pushed=True)
+    return pushed
+
+
+@pytest.mark.parametrize("mode", ["exact", pytest.param("stable", marks=pytest.mark.slow)])
+def test_layers_push_what_travels_unsummed(mode):
+    with emulator.emulated():
+        answers = emulator.Threads(2, 60.0).run(run_layers, {**SMALL, "hidden": 40, "mode": mode, "num_sms": 1})
+    assert all(not without and (with_ > 0) == (mode == "exact") for with_, without in answers), answers
 
 
 def refuse_arguments(group):

@@ -203,8 +203,10 @@ class AllGatherDevice:
         self._launch("place_pairs", chunks, channel)
         return channel.received
 
-    def combine(self, y_MD: Tensor, *, generation: int = 0) -> Tensor:
-        """Both halves. `y_MD`: expert outputs in the order of `index_M`."""
+    def combine(self, y_MD: Tensor, *, generation: int = 0, pushed: bool = False) -> Tensor:
+        """Both halves. `y_MD`: expert outputs in the order of `index_M`; none can be `pushed`."""
+        if pushed:
+            raise ConfigError(f"{_WHO}: outputs that were pushed, but all travel summed")
         out = self.combine_start(y_MD, generation=generation)
         self.combine_finish(generation)
         return out

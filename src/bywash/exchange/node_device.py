@@ -184,12 +184,12 @@ class NodeDevice:
         self._name_rows(channel, rows, slots)
         return self._give_out(channel, slots, generation, counts_first)
 
-    def combine(self, y_MD: Tensor, *, generation: int = 0) -> Tensor:
+    def combine(self, y_MD: Tensor, *, generation: int = 0, pushed: bool = False) -> Tensor:
         """Both legs; see `PeerDevice.combine`."""
         layout, channel = self.node, self._channels[generation]
         if channel.packed is None or channel.known_TK is None or channel.own_weights_TK is None:
             raise ConfigError(f"exchange across hosts: combine before any dispatch in generation {generation}")
-        out_PD = self.inner.combine(y_MD, generation=generation)
+        out_PD = self.inner.combine(y_MD, generation=generation, pushed=pushed)
         channel.held = (*channel.held, out_PD)
         per_row, slots = layout.outputs, layout.slots(channel.waves)
         channel.header_OW[:, _FAILED] = self._broken()

@@ -197,15 +197,25 @@ class PeerDevice:
         self._launch("dispatch_batch", generation)
         return ExpertBatches(index_LC=index_LC, counts_L=counts_L)
 
-    def combine(self, y_MD: Tensor, *, generation: int = 0) -> Tensor:
-        """Both halves in one launch. `y_MD`: expert outputs in the order of `index_M`, or after `batch` [L * C, D]."""
-        out = self._prepare_combine(y_MD, generation)
+    def combine(self, y_MD: Tensor, *, generation: int = 0, pushed: bool = False) -> Tensor:
+        """Both halves in one launch.
+
+        Args:
+            y_MD: expert outputs in the order of `index_M`, or after `batch` [L * C, D].
+            generation: which channel.
+            pushed: whether outputs that have a target were written there, on this stream, and are not in `y_MD`. Ranks
+                may differ.
+
+        Raises:
+            ConfigError: shapes that do not fit, no dispatch before, or pushed where there are no targets.
+        """
+        out = self._prepare_combine(y_MD, generation, pushed)
         self._launch("combine_both", generation)
         return out
 
-    def combine_start(self, y_MD: Tensor, *, generation: int = 0) -> Tensor:
+    def combine_start(self, y_MD: Tensor, *, generation: int = 0, pushed: bool = False) -> Tensor:
         """Send outputs; returns the tensor that `combine_finish` will fill."""
-        out = self._prepare_combine(y_MD, generation)
+        out = self._prepare_combine(y_MD, generation, pushed)
         self._launch("combine_send", generation)
         return out
 
@@ -270,6 +280,7 @@ class PeerDevice:
         if layout.groups:
             scales_PG = own.tensor(offsets["at_scales"], (places, layout.scale_bytes // 4), torch.float32)
             scales_PG = scales_PG[:, : layout.groups]
+        target_M = zeros(places * top_k).to(torch.int64) if layout.apart else None
         received = DeviceReceived(
             rows_PD=rows_PD.view(torch.float8_e4m3fn if layout.groups else layout.dtype),
             scales_PG=scales_PG,
@@ -279,6 +290,7 @@ class PeerDevice:
             m_PK=zeros(places, top_k),
             counts_RE=zeros(ranks, experts),
             tokens_R=zeros(ranks),
+            target_M=target_M,
         )
         pairs_PK = own.tensor(offsets["at_pairs"], (places, top_k), torch.int64)
         pair_M, mask_T, state, tokens = zeros(places * top_k), zeros(layout.tokens), zeros(STATE_WORDS), zeros(1)
@@ -299,6 +311,7 @@ class PeerDevice:
         }
         values = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         values.update(offsets, rank=self.rank, max_tokens=layout.tokens)
+        values["target_M"] = 0 if target_M is None else target_M.data_ptr()
         return _Channel(
             parameters=self._kernels.parameters(values, [heap.address for heap in self._heaps]),
             received=received,
@@ -356,16 +369,23 @@ class PeerDevice:
         )
         channel.held = (x_TD, ids_TK, weights_TK, tokens) + (() if scales_TG is None else (scales_TG,))
 
-    def _prepare_combine(self, y_MD: Tensor, generation: int) -> Tensor:
+    def _prepare_combine(self, y_MD: Tensor, generation: int, pushed: bool) -> Tensor:
         channel, layout = self._channels[generation], self.layout
         if not channel.held:
             raise ConfigError(f"exchange peer: combine before any dispatch in generation {generation}")
+        out = torch.empty((channel.held[0].shape[0], layout.padded), dtype=layout.dtype, device=y_MD.device)
+        self._set_outputs(generation, y_MD, out, out.data_ptr(), pushed)
+        return out[:, : layout.hidden]
+
+    def _set_outputs(self, generation: int, y_MD: Tensor, out_TD: Tensor, address: int, pushed: bool) -> None:
+        """Check outputs and say where they are, and where in `out_TD` their sums go."""
+        channel, layout = self._channels[generation], self.layout
+        if pushed and not layout.apart:
+            raise ConfigError("exchange peer: outputs that were pushed, but in this exchange all travel summed")
         expect("outputs", y_MD, (y_MD.shape[0], layout.hidden), layout.dtype)
         y_MD = padded(y_MD, layout.padded)
-        out = torch.empty((channel.held[0].shape[0], layout.padded), dtype=layout.dtype, device=y_MD.device)
-        self._kernels.set(channel.parameters, y=y_MD.data_ptr(), out=out.data_ptr())
-        channel.outputs = (y_MD, out)
-        return out[:, : layout.hidden]
+        self._kernels.set(channel.parameters, y=y_MD.data_ptr(), out=address, pushed=int(pushed))
+        channel.outputs = (y_MD, out_TD)
 
     def _received(self, kernel: str, generation: int) -> DeviceReceived:
         self._launch(kernel, generation)

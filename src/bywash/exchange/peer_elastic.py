@@ -22,7 +22,7 @@ from bywash.errors import ConfigError
 from bywash.exchange.names import Combine
 from bywash.exchange.peer_device import PeerDevice
 from bywash.exchange.peer_layout import GENERATIONS, PeerLayout
-from bywash.exchange.peer_tensors import DeviceReceived, expect, padded
+from bywash.exchange.peer_tensors import DeviceReceived
 from bywash.kernels.compile import kernel_source
 from bywash.memory.device_slots import DeviceSlots
 from bywash.memory.rendezvous import Members
@@ -296,15 +296,21 @@ class ElasticDevice(PeerDevice):
         return self._received("dispatch_both", generation)
 
     def combine_wave(
-        self, record: ElasticRecord, y_MD: Tensor, out_TD: Tensor, wave: int = 0, generation: int = 0
+        self,
+        record: ElasticRecord,
+        y_MD: Tensor,
+        out_TD: Tensor,
+        wave: int = 0,
+        generation: int = 0,
+        *,
+        pushed: bool = False,
     ) -> None:
-        """Send a part's outputs, and sum this rank's tokens of it into `out_TD` [T or more, padded D]."""
-        layout = self.layout
-        expect("outputs", y_MD, (y_MD.shape[0], layout.hidden), layout.dtype)
-        y_MD = padded(y_MD, layout.padded)
-        at = wave * record.chunk * layout.padded * layout.dtype.itemsize
-        self._set(generation, y=y_MD.data_ptr(), out=out_TD.data_ptr() + at)
-        self._channels[generation].outputs = (y_MD, out_TD)
+        """Send a part's outputs, and sum this rank's tokens of it into `out_TD` [T or more, padded D].
+
+        `pushed` as for `combine`.
+        """
+        at = wave * record.chunk * self.layout.padded * self.layout.dtype.itemsize
+        self._set_outputs(generation, y_MD, out_TD, out_TD.data_ptr() + at, pushed)
         self._launch("combine_both", generation)
 
     def plan_next(self, record: ElasticRecord, planner: Planner, generation: int = 0) -> None:

@@ -162,6 +162,11 @@ class PeerLayout:
         return min(available, MAX_BLOCKS, max(_FEWEST_SMS, -(-rounds // 8) * 8))
 
     @property
+    def apart(self) -> bool:
+        """Whether some outputs travel back unsummed: then experts may write them straight into their source's slots."""
+        return self.exact or self.mixed
+
+    @property
     def slots_of_token(self) -> int:
         """Rows that a source has room for, for the outputs of one of its tokens."""
         if self.exact:

@@ -30,6 +30,9 @@ class DeviceReceived:
         counts_RE: int32 [R, E].
         tokens_R: int32 [R].
         scales_PG: float32 [P, G] with fp8, else None: a group of a row is its e4m3 values times its scale.
+        target_M: int64 [capacity], where outputs travel unsummed (`exact`, elastic `stable`), else None: addresses of
+            rows of D in other ranks' heaps, 0 for pairs that have none. Experts may write each output that has a target
+            there, once, between this dispatch and its combine, and nowhere else; `combine` is then told `pushed`.
     """
 
     rows_PD: Tensor
@@ -40,6 +43,7 @@ class DeviceReceived:
     counts_RE: Tensor
     tokens_R: Tensor
     scales_PG: Tensor | None = None
+    target_M: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,9 +59,11 @@ struct Params {
   u64 tokens_R;      // int32 [RANKS], out
   u64 index_M;       // int32, out: place of the row that m reads
   u64 pair_M;        // int32, out: place * TOP_K + k
+  u64 target_M;      // u64, out: where the output of m goes that travels unsummed, see target_of; 0 for y
   u64 m_PK;          // int32 [P, TOP_K], out: m of each pair computed here, -1 elsewhere
   u64 mask_T;        // u32 [T], out: which ranks compute something for the token
   u64 y;             // rows [M, VECS], expert outputs in the order of index_M
+  u64 pushed;        // number: 1 if the experts wrote what has a target there, 0 if all outputs are in `y`
   u64 out;           // rows [T, VECS]
   u64 capacity;      // number: rows of each expert's batch
   u64 index_LC;      // int32 [this rank's experts, capacity], out: place of the row, -1 past the expert's last
@@ -236,6 +238,11 @@ __device__ __forceinline__ u32 epoch_after(u32 epoch) { return epoch == 0xffffff
 
 // True in the last block that counts itself in; `counter` is 0 again afterwards. One thread of each block calls.
 __device__ __forceinline__ bool last_block(u32* counter) { return atomicInc(counter, gridDim.x - 1) == gridDim.x - 1; }
+
+// The slots of token t of `source`, in its heap.
+__device__ __forceinline__ u64 slots_of(const Params& p, u32 source, u32 t) {
+  return p.peer[source] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES;
+}
 
 // Whether the exchange still works. Every thread of a block calls and gets the same answer.
 __device__ __forceinline__ bool alive(const Params& p) { return !__syncthreads_or(failed(p)); }

@@ -19,6 +19,9 @@
 // A single block is for experts whose tokens fit one tile: their weights are read once, so neither they nor the outputs
 // are kept in the L2 cache: 5 % less time there. With a cluster, groups share weights in L2, and it costs 1 to 4 %.
 //
+// A row of y may go elsewhere, also into a peer's memory: where `targets` has an address for it. So rows that another
+// GPU adds up travel while products run. It is the caller who knows that they may be written, and who tells the peer.
+//
 // Counts and places from outside are checked: what lies outside is read as something that lies inside, and reported.
 //
 // `experts.py` puts hopper.cuh, the wgmma instructions and expert_tiles.cuh in front, and defines CLUSTER (1 or 2),
@@ -165,16 +168,28 @@ __device__ __forceinline__ u32 multiply(u32 shared, u32 group, Ring& ring, u32 s
   return last;
 }
 
+// Where the outputs of every 128th of the tile's tokens go, from this thread's on.
+template <int n>
+__device__ __forceinline__ void find_rows(const Params& p, const Tile& tile, u64 (&rows)[OWN_ROWS(n)]) {
+#pragma unroll
+  for (int j = 0; j < OWN_ROWS(n); ++j) {
+    u32 m = min(tile.first + threadIdx.x % 128 + 128 * j, tile.end - 1);
+    u64 target = p.targets ? ((const u64*)p.targets)[m] : 0;
+    rows[j] = target ? target : p.y + (u64)m * p.hidden * 2;
+  }
+}
+
 // Transposes through shared memory, so that a token's columns are written side by side. The last tokens may be padding.
+// In stage 1 the address of a token's row stands behind its columns, in the 16 bytes that nobody else uses.
 template <int n, int stage>
 __device__ __forceinline__ void write_out(const Params& p, const Tile& tile, u32 chunks, u32 group,
-                                          const float (&sum)[2][n / 2]) {
+                                          const float (&sum)[2][n / 2], const u64 (&rows)[OWN_ROWS(n)]) {
   constexpr u32 columns = stage ? 128 : 64, vecs = columns / 8, pitch = CHUNK_PITCH(columns);
   u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, right = lane / 8 % 2;
   u32 buffer = chunks + group * CHUNK_BYTES;
   u32 to = buffer + lane % 8 * pitch + (stage ? warp * 16 + right * 8 : right * 32 + warp * 8) * 2;
   u32 width = columns_of(p, stage), column = (tile.column * CONSUMERS + group) * columns;
-  u64 out = (stage ? p.y : p.h) + ((u64)tile.first * width + column) * 2;
+  u64 h = p.h + ((u64)tile.first * width + column) * 2;
 #pragma unroll
   for (int chunk = 0; chunk < (n + CHUNK - 1) / CHUNK; ++chunk) {
     sync_named(2 + group, 128);
@@ -190,13 +205,15 @@ __device__ __forceinline__ void write_out(const Params& p, const Tile& tile, u32
         store_transposed(at + 128, pack_bf16(b[0], b[1]), pack_bf16(b[2], b[3]));
       }
     }
+    if (stage && warp == chunk % 4) store_shared64(buffer + lane * pitch + columns * 2, rows[chunk / 4]);
     sync_named(2 + group, 128);
 #pragma unroll
     for (u32 i = 0; i < CHUNK * vecs / 128; ++i) {
       u32 row = (thread + i * 128) / vecs, vec = thread % vecs;
       if (chunk * CHUNK + (int)row >= tile.rows || column + vec * 8 >= width) continue;
-      u64 at = out + ((u64)(chunk * CHUNK + row) * width + vec * 8) * 2;
-      copy_vec<stage && READ_ONCE>(at, buffer + row * pitch + vec * 16);
+      u64 at = stage ? load_shared64(buffer + row * pitch + columns * 2) + column * 2
+                     : h + (u64)(chunk * CHUNK + row) * width * 2;
+      copy_vec<stage && READ_ONCE>(at + vec * 16, buffer + row * pitch + vec * 16);
     }
   }
 }
@@ -209,20 +226,23 @@ struct Progress {
   Finder finder;
 };
 
-// Looks for the next tile while the last products run, since that waits for memory. False if there is none.
+// Looks for the next tile and for where outputs go while the last products run, since that waits for memory. False if
+// there is no next tile.
 template <int n>
 __device__ __forceinline__ bool compute_tile(const Params& p, const Tile& tile, Progress& at, Tile& next) {
   float sum[2][n / 2];
+  u64 rows[OWN_ROWS(n)] = {};
   u32 last = multiply<n>(at.shared, at.group, at.ring, up(sum_of(p, tile.stage), STEP_K), sum);
   bool more = at.finder.find(p, at.tickets.take(), at.block, next);
+  if (tile.stage) find_rows<n>(p, tile, rows);
   wgmma_wait<0>();
   release(last);
 #pragma unroll
   for (int i = 0; i < n; ++i) pin(sum[i / (n / 2)][i % (n / 2)]);
   if (tile.stage == 0)
-    write_out<n, 0>(p, tile, at.shared + AT_CHUNKS, at.group, sum);
+    write_out<n, 0>(p, tile, at.shared + AT_CHUNKS, at.group, sum, rows);
   else
-    write_out<n, 1>(p, tile, at.shared + AT_CHUNKS, at.group, sum);
+    write_out<n, 1>(p, tile, at.shared + AT_CHUNKS, at.group, sum, rows);
   return more;
 }
 

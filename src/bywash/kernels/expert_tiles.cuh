@@ -19,6 +19,7 @@
 #define STAGE_BYTES (WEIGHT_BYTES + TOKEN_BYTES)
 #define CHUNK 32  // tokens that a warpgroup writes out at a time
 #define CHUNK_PITCH(columns) ((columns) * 2 + 16)  // 16 bytes more, so that eight rows lie in different banks
+#define OWN_ROWS(n) (((n) + 127) / 128)  // rows of y of which a thread of a warpgroup knows the address
 #define CHUNK_BYTES (CHUNK * CHUNK_PITCH(128))
 #define PASSES ((MAX_N + TOKEN_ROWS - 1) / TOKEN_ROWS)
 
@@ -32,6 +33,7 @@ struct Params {
   u64 ends;              // int32 [L]
   u64 h;                 // bf16 [M, F]
   u64 y;                 // bf16 [M, D]
+  u64 targets;           // addresses [at least M]: of the row that y[m] is written to, 0 for y itself; 0 for no targets
   u64 hidden;            // number: D
   u64 inner;             // number: F
   u64 experts;           // number: L, of which those from `first` on are computed here

@@ -13,6 +13,7 @@ Knows nothing of ranks or routing. `moe.device_experts` calls it.
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ FIELDS = (
     "ends",
     "h",
     "y",
+    "targets",
     "hidden",
     "inner",
     "experts",
@@ -141,6 +143,8 @@ class HopperExperts:
     hold other numbers of experts agree.
     """
 
+    can_push: ClassVar[Literal[True]] = True
+
     def __init__(
         self,
         gate_up_LGD: Tensor,
@@ -206,6 +210,7 @@ class HopperExperts:
         ends_L: Tensor,
         out_MD: Tensor | None = None,
         *,
+        targets_M: Tensor | None = None,
         first: int = 0,
         last: int = 1,
     ) -> Tensor:
@@ -217,6 +222,9 @@ class HopperExperts:
             ends_L: int32 [L], one past each expert's last pair: not decreasing, at most `index_M`'s length. What the
                 device finds beyond these bounds is left out or read as place 0, and `check` says so.
             out_MD: bfloat16 [at least index_M's length, D], contiguous; made if absent. Rows past M are left alone.
+            targets_M: int64 [at least index_M's length], where a pair's output goes instead of its row of `out_MD`: an
+                address that this device can write D values to, a multiple of 16, as `DeviceReceived.target_M` has them;
+                0 for `out_MD`. The kernel takes them as they are.
             first, last: stages to run: 0 makes the intermediate, 1 the outputs from it.
 
         Raises:
@@ -225,9 +233,11 @@ class HopperExperts:
         if out_MD is None:
             out_MD = torch.empty(index_M.shape[0], self.hidden, dtype=torch.bfloat16, device=rows_PD.device)
         _check_call(self, rows_PD, index_M, ends_L, out_MD)
+        if targets_M is not None:
+            _check_targets(targets_M, index_M)
         self._set(rows=rows_PD.data_ptr(), row_vecs=rows_PD.stride(0) // 8, places=rows_PD.shape[0])
         self._set(index=index_M.data_ptr(), pairs=index_M.shape[0], ends=ends_L.data_ptr(), y=out_MD.data_ptr())
-        self._set(first_stage=first, last_stage=last)
+        self._set(targets=0 if targets_M is None else targets_M.data_ptr(), first_stage=first, last_stage=last)
         arguments, shared_bytes = (self._parameters,), self._tuning.shared_bytes
         launch(self._function, self.blocks, THREADS, arguments, "experts", _WHO, shared_bytes=shared_bytes)
         return out_MD
@@ -289,6 +299,13 @@ def _check_call(experts: HopperExperts, rows_PD: Tensor, index_M: Tensor, ends_L
     if out_MD.shape[0] < index_M.shape[0] or out_MD.shape[1] != experts.hidden or not out_MD.is_contiguous():
         wanted = f"[{index_M.shape[0]} or more, {experts.hidden}]"
         raise ConfigError(f"{_WHO}: out must be {wanted}, contiguous; got {list(out_MD.shape)}")
+
+
+def _check_targets(targets_M: Tensor, index_M: Tensor) -> None:
+    if targets_M.dtype != torch.int64 or targets_M.device != index_M.device or not targets_M.is_contiguous():
+        raise ConfigError(f"{_WHO}: targets must be contiguous int64 beside the index; got {targets_M.dtype}")
+    if targets_M.dim() != 1 or targets_M.shape[0] < index_M.shape[0]:
+        raise ConfigError(f"{_WHO}: targets {list(targets_M.shape)} for an index of {index_M.shape[0]}")
 
 
 def _grid(device: torch.device, cluster: int, max_blocks: int | None) -> int:

@@ -40,6 +40,16 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   return value;
 }
 
+__device__ __forceinline__ u64 load_shared64(u32 address) {
+  u64 value;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared64(u32 address, u64 value) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
 // Some threads of a block: `name` 1 to 15, 0 is __syncthreads.
 __device__ __forceinline__ void sync_named(u32 name, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");

@@ -5,6 +5,9 @@
 // source adds the ranks' rows in rank order. Slots cannot overflow: their number is the source's own token count.
 // stable where rows may be computed away from home (MIXED): tokens with such a row as in exact, see finish_open.
 // The source never writes its own part to a slot: it is summed in registers when the others' parts are there.
+// What travels unsummed may be in the slots before combine begins (`pushed`): experts wrote it there, beside their
+// products. Then combine sends flags only. It begins when the grids ahead of it have ended, with all that they wrote,
+// so whoever acquires a flag that it releases sees the experts' stores as if they were its own.
 //
 // An item is a piece of a token's row, small enough that a lane loads its vectors at once: what is left to finish when
 // the wire falls silent is a round or two of items, so they must be small. A warp walks two lists of items: those it
@@ -142,13 +145,13 @@ __device__ __forceinline__ void send_apart(const Pairs& pairs, u64 to, u32 first
 __device__ __forceinline__ bool send_token(const Params& p, u32 source, u32 t, u32 first, u32 end) {
   Pairs pairs = pairs_here(p, source, t);
   if (pairs.count == 0) return false;
-  u64 slots = p.peer[source] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES;
+  u64 slots = slots_of(p, source, t);
 #if EXACT
   send_apart(pairs, slots, first, end);
 #else
 #if MIXED
   if (pairs.open) {
-    send_apart(pairs, slots, first, end);
+    if (!p.pushed) send_apart(pairs, slots, first, end);
     return true;
   }
 #endif
@@ -166,7 +169,7 @@ __device__ __forceinline__ bool send_token(const Params& p, u32 source, u32 t, u
 // Sum vectors first..end of an own token; `ready(ranks)` waits for these ranks, before the first slot is read.
 template <typename Ready>
 __device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
-  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES, k = threadIdx.x % 32, row = 0;
+  u64 slots = slots_of(p, p.rank, t), k = threadIdx.x % 32, row = 0;
   float weight_k = 0;
   if (k < TOP_K && ((const i64*)p.ids)[t * TOP_K + k] >= 0) {
     int m = ((const int*)p.m_PK)[(p.rank * p.max_tokens + t) * TOP_K + k];
@@ -187,7 +190,7 @@ __device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, 
 // would have done, each home's sum rounded, then in the order of homes. The same bits, wherever they were computed.
 template <typename Ready>
 __device__ __forceinline__ void finish_open(const Params& p, u32 t, u32 first, u32 end, Ready ready) {
-  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES, k = threadIdx.x % 32, row = 0;
+  u64 slots = slots_of(p, p.rank, t), k = threadIdx.x % 32, row = 0;
   float weight_k = 0;
   int home = -1;
   if (k < TOP_K) home = ((const int*)p.home_TK)[t * TOP_K + k];
@@ -219,7 +222,7 @@ __device__ __forceinline__ void finish_token(const Params& p, u32 t, u32 first, 
 #if MIXED
   if (((const u32*)p.open_T)[t]) return finish_open(p, t, first, end, ready);
 #endif
-  u64 slots = p.peer[p.rank] + p.at_slots + (u64)t * SLOTS_OF_TOKEN * ROW_BYTES;
+  u64 slots = slots_of(p, p.rank, t);
   u32 others = ((const u32*)p.mask_T)[t] & ~(1u << p.rank), lane = threadIdx.x % 32;
   // Two terms give the same bits in either order.
   u32 below = RANKS > 2 ? __popc(others & ((1u << p.rank) - 1)) : 0;
@@ -327,6 +330,15 @@ __device__ __forceinline__ void tell_all(const Params& p, const Division& d, u32
   __syncwarp();
 }
 
+// Where nothing is left to send, every warp says at once that all its items are there, however many. Not one function
+// with the above: then `combine_both` needs more registers than there are.
+__device__ __forceinline__ void tell_all_sent(const Params& p, const Division& d, u32 epoch) {
+  u32 lane = threadIdx.x % 32;
+  if (lane < RANKS)
+    store_release(p.peer[lane] + p.at_out_flags + 8ull * (p.rank * MAX_WARPS + d.worker), pack(epoch, ~0u));
+  __syncwarp();
+}
+
 __device__ __forceinline__ void hear_all(const Params& p, const Division& d, u32 epoch) {
   if (d.worker == 0 && threadIdx.x < RANKS)
     await(p, RECEIVE_OUTPUTS, p.at_out_flags + 8ull * (threadIdx.x * MAX_WARPS), epoch, threadIdx.x);
@@ -335,13 +347,17 @@ __device__ __forceinline__ void hear_all(const Params& p, const Division& d, u32
 __device__ void combine(const Params& p, bool sends, bool finishes, u32 epoch) {
   State* state = (State*)p.state;
   Division d = divide(p);
+  bool all_sent = EXACT && p.pushed;
   if (!alive(p)) return;
   if (sends) {
-    tell_all(p, d, epoch);
+    if (all_sent)
+      tell_all_sent(p, d, epoch);
+    else
+      tell_all(p, d, epoch);
     // The last warp is the one with least to do. All warps of all blocks have read the old epoch: see `alive`.
     if (threadIdx.x == THREADS - 1 && last_block(&state->outputs_done)) state->outputs_epoch = epoch;
   }
-  walk(p, d, sends, finishes, epoch);
+  walk(p, d, sends && !all_sent, finishes, epoch);
   if (finishes) hear_all(p, d, epoch);
 }
 

@@ -219,11 +219,30 @@ __device__ void find_starts(const Params& p, u32 epoch, u32* starts_RE) {
   __syncthreads();
   for (u32 i = threadIdx.x; i < RANKS * EXPERTS; i += THREADS) starts_RE[i] += start_E[i % EXPERTS];
   if (blockIdx.x == 0)
-    for (u32 e = threadIdx.x; e <= EXPERTS; e += THREADS) {
-      ((u32*)p.starts_E)[e] = start_E[e];
-      if (e < EXPERTS && ((const int*)p.slot_E)[e] >= 0) ((u32*)p.ends_L)[((const int*)p.slot_E)[e]] = start_E[e + 1];
-    }
+    for (u32 e = threadIdx.x; e <= EXPERTS; e += THREADS) ((u32*)p.starts_E)[e] = start_E[e];
 }
+
+// What the experts have to do, or that they have nothing to do: in a part that does not take place, and after a
+// failure. By block 0, once rows of every source have come: experts that push write into slots of the sources, and a
+// source that has not begun this step may still read them. Whatever else is wrong, no earlier step can be harmed.
+__device__ void give_experts(const Params& p, bool good) {
+  if (blockIdx.x) return;
+  for (u32 e = threadIdx.x; e < EXPERTS; e += THREADS) {
+    int l = ((const int*)p.slot_E)[e];
+    if (l >= 0) ((u32*)p.ends_L)[l] = good ? ((const u32*)p.starts_E)[e + 1] : 0;
+  }
+}
+
+#if EXACT || MIXED
+// Where the output of a pair goes that travels unsummed to another rank: the slot of its k. Experts that push (see
+// expert_gemm.cu) write it there, and combine has nothing to send for it.
+__device__ __forceinline__ u64 target_of(const Params& p, u32 source, u32 at, u32 pair) {
+#if !EXACT
+  if (!(pair & OPEN_BIT)) return 0;
+#endif
+  return source == p.rank ? 0 : slots_of(p, source, at / TOP_K) + at % TOP_K * ROW_BYTES;
+}
+#endif
 
 // Wait for every block of every source; the plan, which block 0 sends, is compared before anything else of the message
 // is read.
@@ -249,11 +268,12 @@ __device__ bool await_rows(const Params& p, u32 epoch, u32* tokens_R) {
   return !__syncthreads_or(differs);
 }
 
-__device__ void receive_rows(const Params& p, u32 epoch) {
+// False if something is wrong.
+__device__ bool receive_rows(const Params& p, u32 epoch) {
   __shared__ u32 tokens_R[RANKS];
   u32* starts_RE = shared_words;
   find_starts(p, epoch, starts_RE);
-  if (!await_rows(p, epoch, tokens_R)) return;
+  if (!await_rows(p, epoch, tokens_R)) return false;
   u32 most = 0;
   for (u32 s = 0; s < RANKS; ++s) most = max(most, tokens_R[s]);
   u32 width = most * TOP_K;
@@ -267,16 +287,14 @@ __device__ void receive_rows(const Params& p, u32 epoch) {
       m = starts_RE[s * EXPERTS + e] + (pair & MAX_POSITION);
       ((u32*)p.index_M)[m] = place_k / TOP_K;
       ((u32*)p.pair_M)[m] = place_k;
+#if EXACT || MIXED
+      ((u64*)p.target_M)[m] = target_of(p, s, at, pair);
+#endif
     }
     ((int*)p.m_PK)[place_k] = m;
   }
   if (blockIdx.x == 0 && p.replan && !p.counts_first) plan_from_counts(p, RECEIVE_ROWS, epoch);
-}
-
-// A part that does not take place leaves experts nothing to do.
-__device__ __forceinline__ void receive_nothing(const Params& p) {
-  for (u32 e = blockIdx.x * THREADS + threadIdx.x; e < EXPERTS; e += gridDim.x * THREADS)
-    if (((const int*)p.slot_E)[e] >= 0) ((u32*)p.ends_L)[((const int*)p.slot_E)[e]] = 0;
+  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_send(const __grid_constant__ Params p) {
@@ -287,17 +305,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_send(const __g
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_receive(const __grid_constant__ Params p) {
   begin_kernel();
-  if (!takes_part(p)) return receive_nothing(p);
+  if (!takes_part(p)) return give_experts(p, false);
   u32 epoch = *(volatile u32*)&((State*)p.state)->rows_epoch;
-  if (alive(p)) receive_rows(p, epoch);
+  give_experts(p, alive(p) && receive_rows(p, epoch));
 }
 
 // Both halves in one launch. Blocks that wait occupy their SM, so the grid must fit the device at once.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_both(const __grid_constant__ Params p) {
   begin_kernel();
-  if (!takes_part(p)) return receive_nothing(p);
+  if (!takes_part(p)) return give_experts(p, false);
   u32 epoch = send_rows(p);
-  if (alive(p)) receive_rows(p, epoch);
+  give_experts(p, alive(p) && receive_rows(p, epoch));
 }
 
 // For GEMMs over a batch of the same number of rows for every expert: the places of each expert's rows, and its count.

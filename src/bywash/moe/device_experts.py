@@ -10,7 +10,7 @@ Knows nothing of ranks. `DeviceLayer` and `ExpertParallel` call it.
 """
 
 from contextlib import suppress
-from typing import Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,24 @@ class DeviceExperts(Protocol):
 
     def __call__(self, rows_PD: Tensor, index_M: Tensor, ends_L: Tensor, out_MD: Tensor | None = None) -> Tensor:
         """y[m] = (silu(x Wg^T) * (x Wu^T)) Wd^T with x = rows[index[m]], [pairs, D]; what lies past M is undefined."""
+
+
+@runtime_checkable
+class PushingExperts(Protocol):
+    """Device experts that can also write outputs straight to who adds them up; see `HopperExperts`."""
+
+    can_push: ClassVar[Literal[True]]
+
+    def __call__(
+        self,
+        rows_PD: Tensor,
+        index_M: Tensor,
+        ends_L: Tensor,
+        out_MD: Tensor | None = None,
+        *,
+        targets_M: Tensor | None = None,
+    ) -> Tensor:
+        """As `DeviceExperts`, but y[m] goes to the address `targets_M[m]` and nowhere else, unless it is 0."""
 
 
 class GroupedMmExperts:

@@ -18,7 +18,7 @@ from bywash.exchange.peer_layout import PeerLayout
 from bywash.exchange.peer_tensors import DeviceReceived
 from bywash.exchange.select import DeviceExchange
 from bywash.kernels.triton_experts_fp8 import TritonExpertsFp8
-from bywash.moe.device_experts import DeviceExperts
+from bywash.moe.device_experts import DeviceExperts, PushingExperts
 from bywash.routing import Routing
 
 Router = Callable[[Tensor], Routing]
@@ -51,6 +51,7 @@ class DeviceLayer:
         *,
         local_experts: int,
         router: Router | None = None,
+        push: bool = True,
     ) -> None:
         """Put the parts together; nothing is allocated.
 
@@ -60,6 +61,8 @@ class DeviceLayer:
                 `open_device_experts`, or for an exchange opened with fp8 a `TritonExpertsFp8`.
             local_experts: L.
             router: makes the routing where the caller gives none.
+            push: let experts that can write outputs which travel unsummed (`exact`) straight to their source, beside
+                their products; otherwise combine sends them. The same bits; ranks may differ.
 
         Raises:
             ConfigError: rows would arrive as e4m3 for experts that do not read it, or the other way round.
@@ -72,6 +75,7 @@ class DeviceLayer:
         self.device, self._experts, self._router = device, experts, router
         self._local_experts = local_experts
         self._pairs = pairs_capacity(device.layout, local_experts)
+        self._pushing = experts if isinstance(experts, PushingExperts) and push and device.layout.apart else None
 
     def __call__(
         self,
@@ -108,16 +112,27 @@ class DeviceLayer:
             counts_first=counts_first,
         )
         y_MD = self.compute(received)
-        return self.device.combine(y_MD, generation=generation)
+        return self.device.combine(y_MD, generation=generation, pushed=self.pushes)
+
+    @property
+    def pushes(self) -> bool:
+        """Whether `compute` writes outputs to their sources, so that combine must be told `pushed`."""
+        return self._pushing is not None
 
     def compute(self, received: DeviceReceived) -> Tensor:
-        """This rank's experts on what arrived, in the order of `index_M`. Only launches."""
+        """This rank's experts on what arrived, in the order of `index_M`. Only launches.
+
+        Where the layer `pushes`, once between a dispatch and its combine.
+        """
         if not self._local_experts:  # a rank without experts still takes part
             return torch.empty(0, self.device.layout.hidden, dtype=self.device.layout.dtype, device="cuda")
         index_M, ends_L = received.index_M[: self._pairs], received.ends_L[: self._local_experts]
         if isinstance(self._experts, TritonExpertsFp8):
             assert received.scales_PG is not None, "checked when the layer was made"
             return self._experts(received.rows_PD, received.scales_PG, index_M, ends_L)
+        if self._pushing is not None:
+            assert received.target_M is not None, "the layout says that there are some"
+            return self._pushing(received.rows_PD, index_M, ends_L, targets_M=received.target_M[: self._pairs])
         return self._experts(received.rows_PD, index_M, ends_L)
 
     def check(self) -> None:

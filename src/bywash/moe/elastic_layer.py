@@ -14,6 +14,7 @@ Knows nothing of models or processes. docs/overflow.md has the argument why no r
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from bywash.exchange.peer_tensors import DeviceReceived
 from bywash.memory.device_slots import DeviceSlots, WeightLayout
 from bywash.memory.rendezvous import Members
 from bywash.routing import Routing
+
+if TYPE_CHECKING:
+    from bywash.kernels.experts import HopperExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +138,7 @@ class ElasticLayers:
             "slots": self.slots.mapped_bytes,
             "intermediate": self.h_MF.nbytes,
             "outputs": self.y_MD.nbytes,
-            "index": 2 * 4 * (2 * layout.places * layout.top_k + layout.places * layout.top_k),
+            "index": 2 * (3 * 4 + (8 if layout.apart else 0)) * layout.places * layout.top_k,
             "virtual ids": 2 * layout.tokens * (12 * layout.top_k + 4),
         }
 
@@ -210,7 +214,8 @@ class ElasticLayer:
             if filled is not None:
                 main.wait_event(filled)
                 self._experts.guest_outputs(received, y_MD)
-            device.combine_wave(record, y_MD, out_TD, wave, generation)
+            pushed = received.target_M is not None
+            device.combine_wave(record, y_MD, out_TD, wave, generation, pushed=pushed)
         main.wait_stream(self._layers.fetching)
         return out_TD[:, : layout.hidden]
 
@@ -245,7 +250,7 @@ class ElasticLayer:
 class ElasticExperts:
     """Own experts and those in slots, as two launches over one index, intermediate and output.
 
-    Own ones do not wait for copies of weights.
+    Own ones do not wait for copies of weights. Outputs that travel unsummed go straight to their sources.
     """
 
     def __init__(self, layers: ElasticLayers, number: int) -> None:
@@ -271,13 +276,18 @@ class ElasticExperts:
 
     def own_outputs(self, received: DeviceReceived, out_MD: Tensor) -> Tensor:
         """Pairs of this rank's own experts. Places past the last pair are left alone."""
-        self._home(received.rows_PD, received.index_M[: self._pairs], received.ends_L[: self._first], out_MD)
+        self._launch(self._home, received, self._first, out_MD)
         return out_MD
 
     def guest_outputs(self, received: DeviceReceived, out_MD: Tensor) -> None:
         """Pairs of experts in slots."""
         if self._guests is not None:
-            self._guests(received.rows_PD, received.index_M[: self._pairs], received.ends_L[: self._groups], out_MD)
+            self._launch(self._guests, received, self._groups, out_MD)
+
+    def _launch(self, experts: "HopperExperts", received: DeviceReceived, groups: int, out_MD: Tensor) -> None:
+        index_M, ends_L = received.index_M[: self._pairs], received.ends_L[:groups]
+        targets_M = None if received.target_M is None else received.target_M[: self._pairs]
+        experts(received.rows_PD, index_M, ends_L, out_MD, targets_M=targets_M)
 
     def check(self) -> None:
         """See `HopperExperts.check`."""
