@@ -163,8 +163,9 @@ def by_op(events, schedule: Schedule, wire_counts, by_copies):
     """(events with the shared expert told from the others, the profile as spans of the schedule's ops).
 
     The compute stream's kernels ran op by op, and each op ends with a kernel that only its kind ends with, so many
-    times as it has parts. `wire_counts`: copies or kernels of a dispatch or combine op. Where the numbers do not fit
-    the events come back as they are, with None.
+    times as it has parts; in decode the shared expert is torch's kernels, up to the routed experts'. `wire_counts`:
+    copies or kernels of a dispatch or combine op. Where the numbers do not fit the events come back as they are, with
+    None.
     """
     parts, computed = schedule.split.chunks, [one for one in events if one.kind not in ("wire", "wait")]
     last = {
@@ -174,10 +175,15 @@ def by_op(events, schedule: Schedule, wire_counts, by_copies):
         Kind.EXPERTS: ("prepare_outputs" if by_copies else "experts", 1),
         Kind.FINISH: (NORM, parts),
     }
+    own = sum(base_name(one.name) == "experts" for one in computed)
+    by_torch = own == sum(op.kind == Kind.EXPERTS for op in schedule.ops)
     spans, named, at = [], [], 0
     for op in schedule.ops:
         if op.kind in last:
-            end = _end_of(computed, at, *last[op.kind])
+            if op.kind.shared and by_torch:
+                end = next((n for n in range(at, len(computed)) if computed[n].kind != "attention"), None)
+            else:
+                end = _end_of(computed, at, *last[op.kind])
             if end is None:
                 return events, None
             mine = [replace(one, kind=_class_in(op.kind, one)) for one in computed[at:end]]

@@ -19,7 +19,11 @@ CLASS |= {"prepare_rows": "index", "count_pairs": "index", "experts": "experts",
 CLASS |= {"prepare_outputs": "sums"}
 
 
-def profile(schedule, steps=2):
+DECODE = {Kind.SHARED: ("nvjet", "silu", "mul", "nvjet"), Kind.EXPERTS: ("experts",), Kind.ROUTE: ("route",)}
+CLASS |= {"silu": "attention", "mul": "attention"}
+
+
+def profile(schedule, steps=2, kernels=KERNELS):
     """Events 10 us long, one after the other, and copies that begin with the kernel after them."""
     events, now = [], 0.0
 
@@ -32,7 +36,7 @@ def profile(schedule, steps=2):
         for _ in range(schedule.split.lanes):
             add("norm", "add_norm(u64)")
         for op in schedule.ops:
-            for name in KERNELS.get(op.kind, ()):
+            for name in kernels.get(op.kind, ()):
                 add(CLASS[name], name)
             if op.kind.communicates:
                 add("wire", "Memcpy PtoP", 100)
@@ -57,6 +61,14 @@ def test_kernels_are_given_to_the_ops_that_launched_them(split):
     assert found["wire_bytes"] == 200 * parts
     by_experts, by_products, by_any = found["hidden"].values()
     assert 0 <= by_experts <= by_products < by_any == 1
+
+
+def test_a_shared_expert_of_torch_kernels_is_told_from_attention():
+    schedule, kernels = build_schedule([LayerForm(shared=True)] * 2, SERIAL), KERNELS | DECODE
+    events = last_step(profile(schedule, kernels=kernels), schedule, 2)
+    named, spans = by_op(events, schedule, {Kind.DISPATCH: 1, Kind.COMBINE: 1}, False)
+    assert {span.op.kind: span.end_ns - span.start_ns for span in spans}[Kind.SHARED] == 40_000
+    assert shares(named)["count"]["shared"] == 8
 
 
 def test_numbers_that_do_not_fit_give_no_spans():
