@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bywash.balance import Placement, digest32, plan_step
+from bywash.balance import Limits, Placement, digest32, plan_step
 from bywash.balance.naive import plan_step_naive
 from bywash.errors import ConfigError
 
@@ -35,6 +35,22 @@ def test_any_changed_count_changes_the_digest(case, data):
     at = data.draw(st.integers(0, counts_RE.size - 1))
     changed.flat[at] += data.draw(st.integers(1, 1000))
     assert plan_step(changed, placement).digest != plan_step(counts_RE, placement).digest
+
+
+@given(cases(), st.data())
+@settings(deadline=None)  # numba takes its time when it is first used
+def test_rows_counted_elsewhere_change_the_digest_of_a_plan_with_limits(case, data):
+    """If only their rank is another one, nothing but the weights of the ranks shows it."""
+    counts_RE, placement = case
+    here, there = (data.draw(st.integers(0, counts_RE.size - 1)) for _ in range(2))
+    if data.draw(st.booleans()):
+        there = there // placement.num_experts * placement.num_experts + here % placement.num_experts
+    assume(here != there)
+    moved = counts_RE.copy()
+    rows = data.draw(st.integers(1, 1000))
+    counts_RE.flat[here] += rows
+    moved.flat[there] += rows
+    assert plan_step(moved, placement, Limits()).digest != plan_step(counts_RE, placement, Limits()).digest
 
 
 def test_digest_depends_on_position():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bywash.balance import Limits, Placement, SlotDirectory, limits
+from bywash.balance import Limits, Placement, SlotDirectory, limits, naive
 from bywash.balance.limits import ATTEMPTS, MOST_AGE
 from bywash.errors import ConfigError
 from bywash.kernels.compile import compiler_version, kernel_source
@@ -56,10 +56,10 @@ def test_numbers_agree_with_python():
     assert MOST_AGE == (1 << 30) - 1
     for name in ("HOT_PLANS", "KEEP_ENTRIES", "KEEP_MOVES", "KEEP_FETCHES"):
         assert f"#define {name} {getattr(limits, name)}\n" in SOURCE
-    assert f"#define FIRST_ATTEMPTS {limits.REFINED}  " in SOURCE
+    assert f"#define FIRST_PART {ATTEMPTS // limits.REFINED}  " in SOURCE
     assert "#define MOST_HOT_ROWS (1 << 25)\n" in SOURCE
     assert limits.MOST_HOT_ROWS == 1 << 25
-    assert len(set(parameter_names())) == 21
+    assert len(set(parameter_names())) == 22
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +88,18 @@ def emulated(tmp_path_factory):
 
 
 class Emulated:
+    """Plans of one shape. As on a device, rows_ER stays from plan to plan, as long as the placement is the same."""
+
     def __init__(self, library):
-        self._library = library
+        self._library, self._placement = library, None
 
     def __call__(self, counts_RE, placement, limits, directory, layer):
         ranks, experts = counts_RE.shape
         slots = directory.keys_RS.shape[1]
         expert_P, first_R = places(placement)
+        if placement is not self._placement:
+            self._placement, self._away = placement, np.ones(1, np.uint32)
+            self._rows_ER = np.full((experts, ranks), 77, np.int32)
         arrays = {
             "counts_RE": counts_RE,
             "home_E": placement.home_E,
@@ -104,14 +109,15 @@ class Emulated:
             "keys_RS": directory.keys_RS.copy(),
             "ages_RS": directory.ages_RS.copy(),
             "hot_LE": directory.hot_LE.copy(),
-            "rows_ER": np.full((experts, ranks), 77, np.int32),
+            "away": self._away,
+            "rows_ER": self._rows_ER,
             "fetch_RS": np.full((ranks, slots), 77, np.int32),
             "rows_R": np.full(ranks, 77, np.int64),
             "digest": np.zeros(1, np.uint32),
             "pieces": np.zeros(ATTEMPTS * ranks * slots + 1, np.uint64),
         }
         values = {name: array.ctypes.data for name, array in arrays.items()}
-        values |= {"layer": layer, "layers": directory.layers, "empty_hash": empty_hash(ranks, experts, slots)}
+        values |= {"layer": layer, "layers": directory.layers, "empty_hash": empty_hash(placement, slots)}
         values |= {n: getattr(limits, n) for n in ("capacity", "alpha_1024", "fetch_rows", "use_rows", "keep")}
         words = [values[name] for name in parameter_names()]
         self._library.run_plan((ctypes.c_uint64 * len(words))(*words))
@@ -198,6 +204,36 @@ def check_steady(planner, ranks, experts, slots, plans=12):
         kept += moved and (expected["fetch_RS"] < 0).all()
         directory = replace(directory, **{name: expected[name] for name in ("keys_RS", "ages_RS", "hot_LE")})
     assert kept >= 2
+
+
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(8, 256, 4), (3, 7, 2)])
+def test_an_emulated_block_plans_afresh_as_the_cpu_does(ranks, experts, slots, emulated, monkeypatch):
+    check_changing(emulated(ranks, experts, slots), ranks, experts, slots, monkeypatch)
+
+
+def check_changing(planner, ranks, experts, slots, monkeypatch, plans=30):
+    """Steps of prefill: other hot experts every time, so that what full slots hold is in the way."""
+    winners, best_attempt = [], naive._best_attempt
+    monkeypatch.setattr(naive, "_best_attempt", lambda *given: winners.append(best_attempt(*given)) or winners[-1])
+    rng, limits = np.random.default_rng(slots), Limits(alpha_1024=1044)
+    setting = Placement.equal(experts, ranks), limits, SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts)
+    oracle, directory = Oracle(*setting), setting[2]
+    for number in range(plans):
+        popular_E = rng.lognormal(0, 1, experts)
+        counts_RE = rng.multinomial(4096, popular_E / popular_E.sum(), size=ranks).astype(np.int32)
+        expected, found = oracle(counts_RE), planner(counts_RE, setting[0], limits, directory, 0)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=f"{name} of plan {number}")
+        directory = replace(directory, **{name: expected[name] for name in ("keys_RS", "ages_RS", "hot_LE")})
+    assert {True, False} == {winner.afresh for winner in winners}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(8, 256, 4), (3, 7, 2)])
+def test_the_gpu_plans_afresh_as_the_cpu_does(ranks, experts, slots, monkeypatch):
+    directory = SlotDirectory.empty(ranks=ranks, slots=slots, experts=experts)
+    planner = OnGpu(Placement.equal(experts, ranks), Limits(alpha_1024=1044), directory)
+    check_changing(planner, ranks, experts, slots, monkeypatch)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

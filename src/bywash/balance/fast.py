@@ -49,10 +49,13 @@ def plan_arrays(
         rows_ER, fetch_RS, rows_R: written.
     """
     experts = home_E.size
-    rows_E = np.zeros(experts, np.int64)
+    rows_E, weighed_E = np.zeros(experts, np.int64), np.zeros(experts, np.uint32)
     for source in range(counts_RE.shape[0]):
+        spread = np.uint32(np.uint32(source + 1) * np.uint32(0x9E3779B9))
+        weight = np.uint32((spread ^ (spread >> np.uint32(16))) | np.uint32(1))
         for expert in range(experts):
             rows_E[expert] += counts_RE[source, expert]
+            weighed_E[expert] += np.uint32(weight * np.uint32(counts_RE[source, expert]))
     rows_R[:] = 0
     rows_ER[:] = 0
     for expert in range(experts):
@@ -78,7 +81,7 @@ def plan_arrays(
             rows_R[rank] += rows
         _give_slots(pieces_P3, home_E, slots, keys_RS, ages_RS, fetch_RS)
     digest, position = np.int64(0), 0
-    for words in (counts_RE.ravel(), home_E, rows_ER.ravel(), keys_RS.ravel(), fetch_RS.ravel()):
+    for words in (weighed_E.view(np.int32), home_E, rows_ER.ravel(), keys_RS.ravel(), fetch_RS.ravel()):
         digest += _mixed(words, position)
         position += words.size
     return digest & 0xFFFFFFFF
@@ -124,22 +127,24 @@ def _best_attempt(
     first_R = np.searchsorted(home_E[by_home_E], np.arange(ranks + 1))
     given = (rows_E, home_E, rows_R, speeds_R, limits, held_RS, left_R, by_home_E, first_R)
     pieces_P3 = np.empty((left_R.sum(), 3), np.int64)
+    holds = held_RS.size > 0 and held_RS.max() >= 0  # else an attempt from scratch is the same
     room = (np.empty_like(rows_E), np.empty((ranks, 4), np.int64), np.zeros((experts, ranks), np.bool_), pieces_P3)
-    best_P3, best, best_pieces, last = np.empty_like(pieces_P3), np.int64(-1), 0, np.int64(0)
-    for attempt in range(ATTEMPTS):
-        step = max(attempt - 1, 0)
-        alpha = limits[1] + limits[1] * step * step // 256
-        pieces, fits, worst = _try(alpha, attempt > 0, given, room)
+    best_P3, best, best_pieces = np.empty_like(pieces_P3), np.int64(-1), 0
+    for turn in range(2 * ATTEMPTS):
+        attempt, afresh = (turn // 2, turn % 2 > 0) if turn >= 4 else (turn % 2, turn >= 2)
+        if afresh and not holds:
+            continue
+        alpha = _alpha(limits[1], attempt)
+        pieces, fits, worst = _try(alpha, attempt > 0, afresh, given, room)
         if fits or best < 0 or worst < best:
             best, best_pieces = worst, pieces
             best_P3[:pieces] = pieces_P3[:pieces]
         if fits:
             break
-        last = alpha
-    fails, fitting = 0, 16 if fits and attempt >= REFINED else 0
+    last, fails, fitting = _alpha(limits[1], attempt - 1), 0, 16 if fits and attempt >= REFINED else 0
     while fitting - fails > 1:
         middle = (fails + fitting) // 2
-        pieces, fits, _ = _try(last + (alpha - last) * middle // 16, True, given, room)
+        pieces, fits, _ = _try(last + (alpha - last) * middle // 16, True, afresh, given, room)
         if fits:
             fitting, best_pieces = middle, pieces
             best_P3[:pieces] = pieces_P3[:pieces]
@@ -149,20 +154,29 @@ def _best_attempt(
 
 
 @njit(cache=True, nogil=True)
+def _alpha(alpha_1024: int, attempt: int) -> int:
+    """The target of an attempt, in 1024ths of the fair share."""
+    step = max(attempt - 1, 0)
+    return alpha_1024 + alpha_1024 * step * step // 256
+
+
+@njit(cache=True, nogil=True)
 def _try(
     alpha: int,
     overdraw: bool,
+    afresh: bool,
     given: tuple[I64, I32, I64, I64, Four, I32, I64, I64, I64],
     room: tuple[I64, I64, Flags, I64],
 ) -> tuple[int, bool, int]:
-    """An attempt from the start: pieces, whether everything fits, the worst load relative to speed."""
+    """An attempt from everything at home: pieces, whether everything fits, the worst load relative to speed."""
     rows_E, home_E, rows_R, speeds_R, limits, held_RS, left_R, by_home_E, first_R = given
     stay_E, ranks_R4, here_ER, pieces_P3 = room
     stay_E[:] = rows_E
     ranks_R4[:, LOAD] = rows_R
     ranks_R4[:, TARGET] = _targets(rows_R, speeds_R, alpha)
     ranks_R4[:, LEFT] = left_R
-    pieces, fits = _attempt(stay_E, home_E, ranks_R4, held_RS, by_home_E, first_R, here_ER, limits, overdraw, pieces_P3)
+    how = (overdraw, afresh)
+    pieces, fits = _attempt(stay_E, home_E, ranks_R4, held_RS, by_home_E, first_R, here_ER, limits, how, pieces_P3)
     for piece in range(pieces):
         here_ER[pieces_P3[piece, 0], pieces_P3[piece, 1]] = False
     return pieces, fits, (ranks_R4[:, LOAD] * speeds_R.sum() // np.maximum(1, speeds_R)).max()
@@ -171,12 +185,14 @@ def _try(
 @njit(cache=True, nogil=True)
 def _attempt(
     stay_E: I64, home_E: I32, ranks_R4: I64, held_RS: I32, by_home_E: I64, first_R: I64, here_ER: Flags, limits: Four,
-    overdraw: bool, pieces_P3: I64,
+    how: tuple[bool, bool], pieces_P3: I64,
 ) -> tuple[int, bool]:  # fmt: skip
     """Move pieces until everything fits or nothing moves; returns how many there are and whether everything fits."""
-    capacity, _, fetch_rows, use_rows = limits
+    (capacity, _, fetch_rows, use_rows), (overdraw, afresh) = limits, how
     pieces, above = 0, (stay_E > capacity).sum()
     for fetching in (False, True):
+        if afresh and not fetching:
+            continue
         least = fetch_rows if fetching else use_rows
         ranks_R4[:, CLOSED] = 0
         while above > 0 or _over(ranks_R4[:, LOAD], ranks_R4[:, TARGET]):

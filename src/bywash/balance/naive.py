@@ -12,7 +12,9 @@ Shapes: R ranks, E experts, S slots per rank. The algorithm, which is the defini
    the attempt before, one between them is looked for, in 16ths, by bisection.
 4. An attempt moves one piece at a time, first into slots that hold the expert already, then into any slot: to the rank
    that is most below its target, from the rank that is most above its own among those whose largest expert can fill
-   the recipient's slots; a piece below the break-even does not move. Ties go to the lowest number.
+   the recipient's slots; a piece below the break-even does not move. Ties go to the lowest number. Where other experts
+   are hot than before, what slots hold relieves little and leaves no slot for a fetch. So each attempt is also made
+   *afresh*, without the first of these two phases, and wins if that brings a lower target: `TURNS`.
 5. The winner's pieces get slots: the one that holds the expert; else an empty one; else one that was not used when its
    layer last had its turn, longest unused first; else the one whose layer's next turn is farthest away.
 
@@ -26,6 +28,10 @@ from bywash.balance.limits import ATTEMPTS, HOT_PLANS, MOST_AGE, MOST_HOT_ROWS, 
 from bywash.balance.naive_keep import Keep
 
 Matrix = list[list[int]]
+
+TURNS = [(0, False), (1, False), (0, True), (1, True)]
+"""(number, afresh) of the attempts in the order of preference: lower targets first, of equal ones those with slots."""
+TURNS += [(number, afresh) for number in range(2, ATTEMPTS) for afresh in (False, True)]
 
 
 def plan_step_naive(counts: Sequence[Sequence[int]], home: Sequence[int]) -> tuple[list[int], list[int], int]:
@@ -47,6 +53,19 @@ def digest_naive(words: Sequence[int]) -> int:
         mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 % 2**32
         digest = (digest + (mixed ^ mixed >> 16)) % 2**32
     return digest
+
+
+def weighed_naive(counts: Matrix) -> list[int]:
+    """[E]: the counts of each expert, each times an odd number that depends on its rank, added modulo 2^32.
+
+    They stand for all R x E counts in a plan's digest, since a device has them for a few instructions a count.
+    """
+    weighed = [0] * len(counts[0])
+    for rank, per_expert in enumerate(counts, start=1):
+        spread = rank * 0x9E3779B9 % 2**32
+        weight = (spread ^ spread >> 16) | 1
+        weighed = [(word + weight * count) % 2**32 for word, count in zip(weighed, per_expert, strict=True)]
+    return weighed
 
 
 @dataclass(kw_only=True)
@@ -77,7 +96,7 @@ def plan_limits_naive(
     )
     for expert, before in enumerate(hot[layer]):
         plan.hot[layer][expert] = before - before // HOT_PLANS + min(rows[expert], MOST_HOT_ROWS)
-    start = _Attempt(rows=rows, home=home, speeds=speeds, limits=limits, alpha=limits.alpha_1024, overdraw=False)
+    start = _Attempt(rows=rows, home=home, speeds=speeds, limits=limits, alpha=limits.alpha_1024)
     if not start.fits():
         held = [[key - layer * experts if key // experts == layer else -1 for key in slots] for slots in keys]
         usable = [
@@ -93,33 +112,34 @@ def plan_limits_naive(
             plan.rows[expert][rank] = moved
             plan.rows[expert][home[expert]] -= moved
         _give_slots(plan, pieces, home, limits.keep, layer)
-    flat = [word for matrix in (counts, [home], plan.rows, plan.keys, plan.fetch) for line in matrix for word in line]
-    plan.digest = digest_naive(flat)
+    arrays = ([weighed_naive(counts), home], plan.rows, plan.keys, plan.fetch)
+    plan.digest = digest_naive([word for matrix in arrays for line in matrix for word in line])
     return plan
 
 
 def _best_attempt(
     rows: list[int], home: list[int], speeds: Sequence[int], limits: Limits, held: Matrix, usable: list[int]
 ) -> "_Attempt":
-    def attempt(alpha: int, overdraw: bool) -> _Attempt:
-        made = _Attempt(rows=rows, home=home, speeds=speeds, limits=limits, alpha=alpha, overdraw=overdraw)
+    def attempt(alpha: int, number: int, afresh: bool) -> _Attempt:
+        made = _Attempt(rows=rows, home=home, speeds=speeds, limits=limits, alpha=alpha)
+        made.overdraw, made.afresh = number > 0, afresh
         made.move(held, usable)
         return made
 
     alphas = [limits.alpha_1024 + limits.alpha_1024 * max(n - 1, 0) ** 2 // 256 for n in range(ATTEMPTS)]
     attempts = []
-    for number, alpha in enumerate(alphas):
-        attempts.append(attempt(alpha, number > 0))
+    for number, afresh in TURNS:
+        attempts.append(attempt(alphas[number], number, afresh))
         if attempts[-1].fits():
             break
     winner = attempts[-1]
     if not winner.fits():
         return min(attempts, key=lambda made: made.worst())
     if number >= REFINED:
-        fails, fitting = 0, 16
+        fails, fitting, below = 0, 16, alphas[number - 1]
         while fitting - fails > 1:
             middle = (fails + fitting) // 2
-            made = attempt(alphas[number - 1] + (alpha - alphas[number - 1]) * middle // 16, True)
+            made = attempt(below + (alphas[number] - below) * middle // 16, number, afresh)
             if made.fits():
                 winner, fitting = made, middle
             else:
@@ -136,7 +156,8 @@ class _Attempt:
     speeds: Sequence[int]
     limits: Limits
     alpha: int
-    overdraw: bool
+    overdraw: bool = False
+    afresh: bool = False
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -157,7 +178,8 @@ class _Attempt:
 
     def move(self, held: Matrix, usable: list[int]) -> None:
         self.left = list(usable)
-        for fetching, least in ((False, self.limits.use_rows), (True, self.limits.fetch_rows)):
+        phases = ((False, self.limits.use_rows), (True, self.limits.fetch_rows))
+        for fetching, least in phases[1:] if self.afresh else phases:
             open_ranks = set(self.ranks)
             while not self.fits():
                 room = {r: self.target[r] - self.load[r] for r in open_ranks if self.left[r] > 0}

@@ -33,7 +33,8 @@ class StepPlan:
         directory: what the slots hold in this step (`fetch_RS` says what is not there yet); None without slots.
         spilled: rows computed away from home.
         capacity: rows of one expert that a rank holds at once.
-        digest: 32-bit hash of all these arrays, equal on all ranks that agree.
+        digest: 32-bit hash of all these arrays, equal on all ranks that agree. With limits, `naive.weighed_naive` says
+            how the counts go into it.
     """
 
     counts_RE: NDArray[np.int32]

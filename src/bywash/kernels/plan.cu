@@ -3,13 +3,41 @@
 // Knows nothing of rows or peers: counts in, arrays out. `plan.py` launches it and defines the static shape: RANKS (at
 // most 64), EXPERTS, SLOTS. No headers are included. A plan that moves nothing ends after one pass over the counts;
 // else one warp tries to keep what the slots hold (plan_keep.cuh), others make one attempt each (plan_attempt.cuh), and
-// the first that fits ends those after it. The first four, of which one nearly always fits, have a scheduler of the
-// multiprocessor each; the others begin when these have failed, and those with targets in between when one of them fits.
+// the first that fits, in the order of their turns, ends those after it. The first four, with what slots hold and
+// afresh, of which one nearly always fits, run beside the one that keeps slots; the others begin when these have failed,
+// those with targets in between when one of them fits. Where slots hold nothing, no attempt is made afresh.
 //
-// The digest is a sum over words, so that a word that changes costs one subtraction and one addition, and what nearly
-// all words of rows_ER and fetch_RS are costs nothing: the host knows that part.
+// One block waits long for memory, so a plan that moves nothing waits once: every read is under way before the first
+// is used. It does not clear rows_ER, where the plan before left everything at home. The digest is a sum over words, so
+// that a word that changes costs one subtraction and one addition, and what nearly all words of rows_ER and fetch_RS
+// are costs nothing: the host knows that part. Counts cost it a multiplication each, to be weighed.
 
-#define FIRST_ATTEMPTS 4  // those whose targets are not refined
+#define FIRST_PART 4  // of the turns, the first 1 / FIRST_PART, whose targets are not refined
+
+// What a thread reads of the state before it waits for anything: one read takes as long as all of them.
+struct State {
+  u32 home[EXPERT_WORDS], hot[EXPERT_WORDS], expert[EXPERT_WORDS], first, speed, away;
+  int key[KEY_WORDS], age[KEY_WORDS];
+};
+
+__device__ __forceinline__ void read_state(const PlanParams& p, State& state) {
+  u32 thread = threadIdx.x;
+  state.away = *(const u32*)p.away;
+  if (thread < RANKS) state.speed = ((const u32*)p.speeds_R)[thread];
+  if (thread <= RANKS) state.first = ((const u32*)p.first_R)[thread];
+#pragma unroll
+  for (u32 j = 0; j < EXPERT_WORDS; ++j) {
+    u32 e = thread + THREADS * j;
+    if (e >= EXPERTS) continue;
+    state.home[j] = ((const u32*)p.home_E)[e], state.expert[j] = ((const u32*)p.expert_P)[e];
+    state.hot[j] = ((const u32*)p.hot_LE)[(u32)p.layer * EXPERTS + e];
+  }
+#pragma unroll
+  for (u32 j = 0; j < KEY_WORDS; ++j) {
+    u32 i = thread + THREADS * j;
+    if (i < RANKS * SLOTS) state.key[j] = ((const int*)p.keys_RS)[i], state.age[j] = ((const int*)p.ages_RS)[i];
+  }
+}
 
 #if SLOTS > 0
 
@@ -71,23 +99,30 @@ __device__ u32 give_slots(const PlanParams& p, const PlanShared& s, u32 best, u3
   return hash;
 }
 
-// What the attempts begin from: experts by place, what the slots hold, the largest expert of each rank.
-__device__ void prepare(const PlanParams& p, PlanShared& s) {
-  const int *keys = (const int*)p.keys_RS, *ages = (const int*)p.ages_RS;
-  for (u32 r = threadIdx.x; r <= RANKS; r += THREADS) s.first_R[r] = (u16)((const u32*)p.first_R)[r];
-  for (u32 i = threadIdx.x; i < EXPERTS; i += THREADS) {
-    u32 e = ((const u32*)p.expert_P)[i];
-    s.expert_P[i] = (u16)e, s.place_E[e] = (u16)i, s.home_P[i] = s.home_E[e];
-    s.stay_AP[0][i] = s.rows_E[e];
+// What the attempts begin from: experts by place, what the slots hold, the largest expert of each rank. Returns whether
+// a slot holds an expert of the layer.
+__device__ bool prepare(const PlanParams& p, PlanShared& s, const State& state) {
+  bool holds = false;
+  if (threadIdx.x <= RANKS) s.first_R[threadIdx.x] = (u16)state.first;
+#pragma unroll
+  for (u32 j = 0; j < EXPERT_WORDS; ++j) {
+    u32 place = threadIdx.x + THREADS * j;
+    if (place >= EXPERTS) continue;
+    u32 e = state.expert[j];
+    s.expert_P[place] = (u16)e, s.place_E[e] = (u16)place, s.home_P[place] = s.home_E[e];
+    s.stay_AP[0][place] = s.rows_E[e];
   }
-  for (u32 i = threadIdx.x; i < RANKS * SLOTS; i += THREADS) {
-    int key = keys[i];
+#pragma unroll
+  for (u32 j = 0; j < KEY_WORDS; ++j) {
+    u32 i = threadIdx.x + THREADS * j;
+    if (i >= RANKS * SLOTS) continue;
+    int key = state.key[j];
     bool own = key >= 0 && (u32)key / EXPERTS == (u32)p.layer;
     s.held_RS[i] = own ? (short)((u32)key % EXPERTS) : -1;
-    if (own) s.holds_R[i / SLOTS] = 1;
-    if (key < 0 || own || (u32)ages[i] >= p.keep) atomicAdd(&s.left_R[i / SLOTS], 1);
+    if (own) s.holds_R[i / SLOTS] = 1, holds = true;
+    if (key < 0 || own || (u32)state.age[j] >= p.keep) atomicAdd(&s.left_R[i / SLOTS], 1);
   }
-  __syncthreads();
+  holds = __syncthreads_or(holds);
   for (u32 i = threadIdx.x; i < RANKS * SLOTS; i += THREADS)
     if (s.held_RS[i] >= 0) s.held_RS[i] = (short)s.place_E[s.held_RS[i]];
   for (u32 rank = threadIdx.x / 32; rank < RANKS; rank += THREADS / 32) {
@@ -95,9 +130,10 @@ __device__ void prepare(const PlanParams& p, PlanShared& s) {
     if (threadIdx.x % 32 == 0) s.largest_R[rank] = (u16)place;
   }
   __syncthreads();
+  return holds;
 }
 
-// Where the bisection between the targets of `won` and the attempt before it ends: a place in shared memory.
+// Where the bisection between the targets of the winner, at place `won`, and of the attempt before it ends: a place.
 __device__ __forceinline__ u32 bisected(const PlanShared& s, u32 won) {
   u32 fails = 0, fitting = 16;
   while (fitting - fails > 1) {
@@ -108,137 +144,173 @@ __device__ __forceinline__ u32 bisected(const PlanShared& s, u32 won) {
   return fitting == 16 ? won : fitting <= won ? fitting - 1 : fitting;
 }
 
-// The place of the attempt that wins, made by the whole block in up to three rounds. In the third, if attempt `won` is to
-// be refined, all 15 targets between are tried at once, at the places of those that did not win.
-__device__ __forceinline__ u32 best_attempt(const PlanParams& p, PlanShared& s) {
-  u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, won = ATTEMPTS;
+// The attempt of a turn, and whether it is afresh: as balance.naive.TURNS. Where slots hold nothing, each is made once.
+__device__ __forceinline__ u32 number_of(u32 turn, bool holds) {
+  return !holds ? turn : turn < 4 ? turn % 2 : turn / 2;
+}
+__device__ __forceinline__ bool is_afresh(u32 turn, bool holds) { return holds && (turn < 4 ? turn >= 2 : turn % 2); }
+
+// The place of the attempt that wins, made by the whole block in rounds, each turn at its number modulo ATTEMPTS. After
+// one that fits, if it is to be refined, all 15 targets between are tried at once, at the places of those that did not
+// win. If none fits, the one that came nearest is made again where another had its place after it.
+__device__ __forceinline__ u32 best_attempt(const PlanParams& p, PlanShared& s, bool holds) {
+  u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, won = TURNS;
+  u32 turns = holds ? TURNS : ATTEMPTS, first = turns / FIRST_PART;
+  bool found = false;
 #pragma unroll 1
-  for (u32 round = 0; round < 3; ++round) {
-    bool between = round == 2, mine = between ? warp != won : (warp < FIRST_ATTEMPTS) == (round == 0);
-    u32 step = warp < won ? warp + 1 : warp, alpha = alpha_of(p, warp);
-    if (between) alpha = alpha_of(p, won - 1), alpha += (alpha_of(p, won) - alpha) * step / 16;
-    bool fits = mine && attempt(p, s, warp, alpha, between || warp > 0, (int)(between ? won : warp));
-    if (fits && lane == 0) {
-      if (between) atomicOr(&s.fits, 1u << step);
-      else atomicMin(&s.won, (int)warp);
+  for (u32 round = 0; true; ++round) {
+    bool search = won == TURNS, mine = (warp == won % ATTEMPTS) != found;
+    u32 turn = won, step = ATTEMPTS;
+    if (search) turn = ATTEMPTS * round + warp - (warp < first ? 0 : ATTEMPTS), mine = turn < turns;
+    else if (found) step = warp < won % ATTEMPTS ? warp + 1 : warp;
+    u32 number = number_of(turn, holds), alpha = alpha_of(p, number);
+    if (step < ATTEMPTS) alpha = alpha_of(p, number - 1), alpha += (alpha_of(p, number) - alpha) * step / ATTEMPTS;
+    u64 worst = mine ? attempt(p, s, warp, alpha, number > 0, is_afresh(turn, holds), turn) : ~0ull;
+    bool fits = worst == 0;
+    if (lane == 0 && mine && search) s.worst_T[turn] = worst;
+    if (lane == 0 && fits) {
+      if (search) atomicMin(&s.won, (int)turn);
+      else atomicOr(&s.fits, 1u << step);
     }
-    if (round == 0 && warp == FIRST_ATTEMPTS) fits = keep_slots(p, s);
-    bool found = __syncthreads_or(fits);
-    if (s.won < FIRST_ATTEMPTS || (round == 1 && !found)) break;
-    won = (u32)s.won;
+    if (round == 0 && warp == TURNS / FIRST_PART) fits = keep_slots(p, s);
+    fits = __syncthreads_or(fits);
+    if (!search) break;
+    if (fits) {
+      found = true, won = (u32)s.won;
+      if ((int)won < (int)first) break;
+    } else if (round == turns / ATTEMPTS) {
+      won = 0;
+      for (turn = 1; turn < turns; ++turn) won = s.worst_T[turn] < s.worst_T[won] ? turn : won;
+      if (won + ATTEMPTS >= turns) break;
+    }
   }
-  if (s.won < 0) return KEEP_SLOT;
-  if (s.won < FIRST_ATTEMPTS) return (u32)s.won;
-  if (s.won < ATTEMPTS) return bisected(s, won);
-  u32 best = 0;
-  for (u32 a = 1; a < ATTEMPTS; ++a) best = s.worst_A[a] < s.worst_A[best] ? a : best;
-  return best;
+  if (!found) return won % ATTEMPTS;
+  if ((int)won < (int)first) return (int)won < 0 ? KEEP_SLOT : won;
+  return bisected(s, won % ATTEMPTS);
 }
 
 // Attempts, then the best one's pieces; returns this thread's change of the digest.
-__device__ u32 spill(const PlanParams& p, PlanShared& s) {
+__device__ u32 spill(const PlanParams& p, PlanShared& s, const State& state) {
   u32 hash = 0;
-  prepare(p, s);
-  u32 best = best_attempt(p, s);
+  bool holds = prepare(p, s, state);
+  u32 best = best_attempt(p, s, holds);
   for (u32 e = threadIdx.x; e < EXPERTS; e += THREADS) {
     u32 at = e * RANKS + s.home_E[e], stay = s.stay_AP[best][s.place_E[e]];
     if (stay == s.rows_E[e]) continue;
     ((u32*)p.rows_ER)[at] = stay;
     hash += plan_mixed(stay, AT_ROWS + at) - plan_mixed(s.rows_E[e], AT_ROWS + at);
   }
-  for (u32 r = threadIdx.x; r < RANKS; r += THREADS) s.load_R[r] = s.loads_AR[best][r];
+  if (threadIdx.x < RANKS) s.load_R[threadIdx.x] = s.loads_AR[best][threadIdx.x];
   for (u32 rank = threadIdx.x / 32; rank < RANKS; rank += THREADS / 32) hash += give_slots(p, s, best, rank);
   return hash;
 }
 
 #endif
 
-__device__ __forceinline__ void read_words(u64 address, u32 (&words)[1]) { words[0] = *(const u32*)address; }
-__device__ __forceinline__ void read_words(u64 address, u32 (&words)[4]) {
-  uint4 four = *(const uint4*)address;
+__device__ __forceinline__ void read_words(const u32* from, u32 (&words)[1]) { words[0] = *from; }
+__device__ __forceinline__ void read_words(const u32* from, u32 (&words)[4]) {
+  uint4 four = *(const uint4*)from;
   words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 }
 
-// Rows of each expert into `rows_E`, N experts at a time; returns this thread's part of the digest.
-template <u32 N> __device__ __forceinline__ u32 add_counts(const PlanParams& p, PlanShared& s) {
-  const u32 columns = EXPERTS / N, groups = THREADS > columns ? THREADS / columns : 1;
-  u32 hash = 0;
-  for (u32 i = threadIdx.x; i < columns * groups; i += THREADS) {
-    u32 column = i % columns * N, sums[N] = {};
-#pragma unroll 8
-    for (u32 rank = i / columns; rank < RANKS; rank += groups) {
-      u32 at = rank * EXPERTS + column, counts[N];
-      read_words(p.counts_RE + 4ull * at, counts);
+// The counts of each expert, added {weighed:32 | rows:32}: each group of threads adds those of every GROUPS-th rank.
+__device__ __forceinline__ void add_counts(const PlanParams& p, PlanShared& s) {
 #pragma unroll
-      for (u32 n = 0; n < N; ++n) sums[n] += counts[n], hash += plan_mixed(counts[n], at + n);
+  for (u32 i = threadIdx.x; i < (COLUMNS * GROUPS + THREADS - 1) / THREADS * THREADS; i += THREADS) {
+    u32 group = i / COLUMNS, column = i % COLUMNS * READ_WORDS;
+    if (group >= GROUPS) continue;
+    u32 rows[READ_WORDS] = {}, weighed[READ_WORDS] = {};
+#pragma unroll 8
+    for (u32 j = 0; j < (RANKS + GROUPS - 1) / GROUPS; ++j) {
+      u32 rank = group + GROUPS * j, weight = weight_of(rank), counts[READ_WORDS];
+      if (RANKS % GROUPS && rank >= RANKS) break;
+      read_words((const u32*)p.counts_RE + rank * EXPERTS + column, counts);
+#pragma unroll
+      for (u32 n = 0; n < READ_WORDS; ++n) rows[n] += counts[n], weighed[n] += weight * counts[n];
     }
 #pragma unroll
-    for (u32 n = 0; n < N; ++n)
-      if (sums[n]) atomicAdd(&s.rows_E[column + n], sums[n]);
+    for (u32 n = 0; n < READ_WORDS; ++n) s.here_AP[group][column + n] = (u64)weighed[n] << 32 | rows[n];
+  }
+}
+
+// All slots a plan older, nothing to fetch; returns this thread's part of the digest.
+__device__ __forceinline__ u32 age_slots(const PlanParams& p, State& state) {
+  u32 hash = 0;
+#pragma unroll
+  for (u32 j = 0; j < KEY_WORDS; ++j) {
+    u32 i = threadIdx.x + THREADS * j;
+    if (i >= RANKS * SLOTS) continue;
+    state.age[j] = min(state.age[j] + 1, MOST_AGE);
+    ((int*)p.ages_RS)[i] = state.age[j], ((int*)p.fetch_RS)[i] = -1;
+    hash += plan_mixed((u32)state.key[j], AT_KEYS + i);
   }
   return hash;
 }
 
-// Counts and directory in, everything at home out; returns this thread's part of the digest.
-__device__ u32 plan_at_home(const PlanParams& p, PlanShared& s) {
+// Everything at home; returns this thread's part of the digest. `above` if an expert is above its capacity.
+__device__ __forceinline__ u32 stay_home(const PlanParams& p, PlanShared& s, const State& state, bool& above) {
   u32 hash = 0;
-  for (u32 e = threadIdx.x; e < EXPERTS; e += THREADS) s.rows_E[e] = 0;
-  for (u32 r = threadIdx.x; r < RANKS; r += THREADS) s.load_R[r] = s.left_R[r] = s.holds_R[r] = 0;
-  if (threadIdx.x == 0) s.won = ATTEMPTS, s.fits = 0, s.hash = (u32)p.empty_hash;
-  __syncthreads();
-#if EXPERTS % 4 == 0
-  hash += p.counts_RE % 16 ? add_counts<1>(p, s) : add_counts<4>(p, s);
-  for (u32 i = threadIdx.x; i < RANKS * EXPERTS / 4; i += THREADS) ((uint4*)p.rows_ER)[i] = uint4{0, 0, 0, 0};
-#else
-  hash += add_counts<1>(p, s);
-  for (u32 i = threadIdx.x; i < RANKS * EXPERTS; i += THREADS) ((u32*)p.rows_ER)[i] = 0;
-#endif
-  u32 hot[EXPERT_WORDS], *hot_E = (u32*)p.hot_LE + (u32)p.layer * EXPERTS;
 #pragma unroll
   for (u32 j = 0; j < EXPERT_WORDS; ++j) {
     u32 e = threadIdx.x + THREADS * j;
     if (e >= EXPERTS) continue;
-    u32 home = ((const u32*)p.home_E)[e];
-    hot[j] = hot_E[e], s.home_E[e] = (u8)home;
-    hash += plan_mixed(home, AT_HOME + e);
-  }
-  for (int i = (int)threadIdx.x; i < RANKS * SLOTS; i += THREADS) {
-    int* age = (int*)p.ages_RS + i;
-    *age = min(*age + 1, MOST_AGE), ((int*)p.fetch_RS)[i] = -1;
-    hash += plan_mixed(((const u32*)p.keys_RS)[i], AT_KEYS + i);
-  }
-  __syncthreads();
+    u32 home = state.home[j], at = e * RANKS + home, hot = state.hot[j];
+    u64 added = 0;  // fewer than 2^29 rows: nothing is carried to what is weighed
 #pragma unroll
-  for (u32 j = 0; j < EXPERT_WORDS; ++j) {
-    u32 e = threadIdx.x + THREADS * j;
-    if (e >= EXPERTS) continue;
-    u32 rows = s.rows_E[e], at = e * RANKS + s.home_E[e];
-    hot_E[e] = hot[j] - hot[j] / HOT_PLANS + min(rows, (u32)MOST_HOT_ROWS);
-    if (rows == 0) continue;
-    atomicAdd(&s.load_R[s.home_E[e]], rows);
-    ((u32*)p.rows_ER)[at] = rows;
-    hash += plan_mixed(rows, AT_ROWS + at) - plan_mixed(0, AT_ROWS + at);
+    for (u32 group = 0; group < GROUPS; ++group) added += s.here_AP[group][e];
+    u32 rows = (u32)added;
+    ((u32*)p.hot_LE)[(u32)p.layer * EXPERTS + e] = hot - hot / HOT_PLANS + min(rows, (u32)MOST_HOT_ROWS);
+    ((u32*)p.rows_ER)[at] = rows, s.rows_E[e] = rows, s.home_E[e] = (u8)home;
+    if (rows > 0) atomicAdd(&s.load_R[home], rows);
+    above |= rows > (u32)p.capacity;
+    hash += plan_mixed((u32)(added >> 32), e) + plan_mixed(rows, AT_ROWS + at) - plan_mixed(0, AT_ROWS + at);
   }
   return hash;
+}
+
+__device__ __forceinline__ void add_to_digest(PlanShared& s, u32 hash) {
+  hash = __reduce_add_sync(ALL_LANES, hash);
+  if (threadIdx.x % 32 == 0) atomicAdd(&s.hash, hash);
+}
+
+// Counts and directory in, everything at home out. Returns whether an expert is above its capacity.
+__device__ bool plan_at_home(const PlanParams& p, PlanShared& s, State& state) {
+  bool above = false;
+  if (threadIdx.x < RANKS) s.load_R[threadIdx.x] = s.left_R[threadIdx.x] = s.holds_R[threadIdx.x] = 0;
+  if (threadIdx.x == 0) s.won = TURNS, s.fits = 0, s.hash = (u32)p.empty_hash;
+  add_counts(p, s);
+  if (threadIdx.x < RANKS) s.speed_R[threadIdx.x] = state.speed;
+  if (state.away) {
+#if EXPERTS % 4 == 0
+    for (u32 i = threadIdx.x; i < RANKS * EXPERTS / 4; i += THREADS) ((uint4*)p.rows_ER)[i] = uint4{0, 0, 0, 0};
+#else
+    for (u32 i = threadIdx.x; i < RANKS * EXPERTS; i += THREADS) ((u32*)p.rows_ER)[i] = 0;
+#endif
+  }
+  u32 hash = age_slots(p, state);
+  __syncthreads();
+  hash += stay_home(p, s, state, above);
+  add_to_digest(s, hash);
+  return __syncthreads_or(above);
 }
 
 // The whole plan by one block of THREADS threads, with room for a PlanShared in `plan_memory`.
 __device__ void make_plan(const PlanParams& p) {
   PlanShared& s = *(PlanShared*)plan_memory;
-  u32 hash = plan_at_home(p, s);
-  __syncthreads();
+  State state;
+  read_state(p, state);
+  bool over = plan_at_home(p, s, state);
 #if SLOTS > 0
   Ranks ranks;
-  read_ranks(p, s, ranks);
-  bool over = over_target(ranks, (u32)p.alpha_1024);
-  for (u32 e = threadIdx.x; e < EXPERTS; e += THREADS) over |= s.rows_E[e] > (u32)p.capacity;
-  if (__syncthreads_or(over)) hash += spill(p, s);
+  read_ranks(s, ranks);
+  over |= __any_sync(ALL_LANES, over_target(ranks, (u32)p.alpha_1024));  // alike in all warps: each sees all ranks
+  if (over) {
+    add_to_digest(s, spill(p, s, state));
+    __syncthreads();
+  }
 #endif
-  hash = __reduce_add_sync(ALL_LANES, hash);
-  if (threadIdx.x % 32 == 0) atomicAdd(&s.hash, hash);
-  __syncthreads();
-  for (u32 r = threadIdx.x; r < RANKS; r += THREADS) ((u64*)p.rows_R)[r] = s.load_R[r];
-  if (threadIdx.x == 0) *(u32*)p.digest = s.hash;
+  if (threadIdx.x < RANKS) ((u64*)p.rows_R)[threadIdx.x] = s.load_R[threadIdx.x];
+  if (threadIdx.x == 0) *(u32*)p.digest = s.hash, *(u32*)p.away = over;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) plan_step(PlanParams p) { make_plan(p); }

@@ -29,6 +29,7 @@ THREADS = 512
 MAX_RANKS, MAX_EXPERTS, MAX_SLOTS = 64, 1024, 128
 """A bit for each rank of an expert, experts in shared memory, slots of a rank in the registers of a warp."""
 _DEFAULT_SHARED_BYTES = 48 * 1024
+_COUNTS_ALIGNMENT = 16
 
 check = partial(check_driver, who="plan")
 
@@ -57,14 +58,15 @@ def compile_plan(ranks: int, experts: int, slots: int, arch: str, *, cache: Path
     return compile_source(kernel_source(SOURCES), macros, arch, name="plan", what="plan", cache=cache)
 
 
-def empty_hash(ranks: int, experts: int, slots: int) -> int:
-    """What a plan without rows and without fetches adds to the digest: the kernel only adds what differs from it."""
-    parts = (ranks * experts + experts, ranks * experts, ranks * slots, ranks * slots)
-    after_home, after_rows, after_keys, end = (sum(parts[: i + 1]) for i in range(4))
+def empty_hash(placement: Placement, slots: int) -> int:
+    """What homes, no rows and no fetches add to the digest; the kernel adds counts, keys and what differs from this."""
+    ranks, experts = placement.ranks, placement.num_experts
+    parts = (experts, experts + ranks * experts, ranks * slots, ranks * slots)
+    after_counts, after_rows, after_keys, end = (sum(parts[: i + 1]) for i in range(4))
     words = np.zeros(end, np.int32)
-    words[after_keys:] = -1
-    upto = {at: digest32(words[:at]) for at in (after_home, after_rows, after_keys, end)}
-    return (upto[after_rows] - upto[after_home] + upto[end] - upto[after_keys]) % 2**32
+    words[experts : 2 * experts], words[after_keys:] = placement.home_E, -1
+    upto = {at: digest32(words[:at]) for at in (after_counts, after_rows, after_keys, end)}
+    return (upto[after_rows] - upto[after_counts] + upto[end] - upto[after_keys]) % 2**32
 
 
 def places(placement: Placement) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -109,17 +111,26 @@ class DevicePlanner:
         self.rows_R = torch.empty(ranks, dtype=torch.int64, device="cuda")
         self.fetch_RS = torch.empty_like(self.keys_RS)
         self.digest = torch.empty(1, dtype=torch.int32, device="cuda")
+        self._away = torch.ones(1, dtype=torch.int32, device="cuda")
         self._pieces = torch.empty(ATTEMPTS, max(1, ranks * slots), dtype=torch.int64, device="cuda")
-        self._parameters = self._fill_parameters()
+        self._parameters = self._fill_parameters(empty_hash(placement, slots))
 
     def __call__(self, counts_RE: Tensor, layer: int = 0) -> None:
-        """Plan from int32 [R, E] on the device, on torch's current stream; the results are in the attributes."""
+        """Plan from int32 [R, E] on the device, on torch's current stream; the results are in the attributes.
+
+        Raises:
+            ConfigError: counts that do not begin at a multiple of 16 bytes, or the driver refuses.
+        """
+        if counts_RE.data_ptr() % _COUNTS_ALIGNMENT:
+            raise ConfigError(
+                f"plan: counts begin at {counts_RE.data_ptr():#x}, not at a multiple of 16 bytes; clone them"
+            )
         self._parameters[self._names.index("counts_RE")] = counts_RE.data_ptr()
         self._parameters[self._names.index("layer")] = layer
         arguments = (self._parameters,)
         launch(self._function, 1, THREADS, arguments, "plan_step", "plan", shared_bytes=self._shared_bytes)
 
-    def _fill_parameters(self) -> ctypes.Array[ctypes.c_uint64]:
+    def _fill_parameters(self, empty_hash: int) -> ctypes.Array[ctypes.c_uint64]:
         tensors = {
             "home_E": self._home_E,
             "expert_P": self._expert_P,
@@ -132,11 +143,11 @@ class DevicePlanner:
             "fetch_RS": self.fetch_RS,
             "rows_R": self.rows_R,
             "digest": self.digest,
+            "away": self._away,
             "pieces": self._pieces,
         }
         values = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        values["layers"] = self.layers
-        values["empty_hash"] = empty_hash(len(self._speeds_R), len(self._home_E), self.keys_RS.shape[1])
+        values |= {"layers": self.layers, "empty_hash": empty_hash}
         for name in ("capacity", "alpha_1024", "fetch_rows", "use_rows", "keep"):
             values[name] = getattr(self.limits, name)
         return (ctypes.c_uint64 * len(self._names))(*(values.get(name, 0) for name in self._names))

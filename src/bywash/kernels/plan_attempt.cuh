@@ -13,35 +13,41 @@ typedef unsigned char u8;
 
 #define THREADS 512
 #define ATTEMPTS 16
+#define TURNS (2 * ATTEMPTS)  // of attempts, where slots hold anything: with it, and afresh
 #define ALL_LANES 0xffffffffu
 #define WORDS ((RANKS + 31) / 32)        // of a lane, for its ranks
 #define EXPERT_WORDS ((EXPERTS + THREADS - 1) / THREADS)  // of a thread, for its experts
+#define KEY_WORDS (RANKS * SLOTS / THREADS + 1)           // of a thread, for its slots of all ranks
 #define SLOT_WORDS ((SLOTS + 31) / 32)   // of a lane, for its slots of one rank
+#define READ_WORDS (EXPERTS % 4 == 0 ? 4 : 1)  // counts in one read
+#define COLUMNS (EXPERTS / READ_WORDS)
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
+#define GROUPS (COLUMNS > THREADS ? 1 : LEAST(LEAST(THREADS / COLUMNS, RANKS), ATTEMPTS))  // of threads, for counts
 #define MOST_AGE ((1 << 30) - 1)
 #define HOT_PLANS 32
 #define MOST_HOT_ROWS (1 << 25)
 #define KEEP_ENTRIES 256
 #define KEEP_MOVES 24
 #define KEEP_FETCHES 16
-#define AT_HOME (RANKS * EXPERTS)        // where in the digest each array begins
-#define AT_ROWS (AT_HOME + EXPERTS)
+#define AT_ROWS (2 * EXPERTS)             // where in the digest each array begins; weighed counts and homes come first
 #define AT_KEYS (AT_ROWS + RANKS * EXPERTS)
 #define AT_FETCH (AT_KEYS + RANKS * SLOTS)
 
 // Addresses, unless another type is named; every field is 8 bytes.
 struct PlanParams {
-  u64 counts_RE;   // int32 [RANKS, EXPERTS]
+  u64 counts_RE;   // int32 [RANKS, EXPERTS], from a multiple of 16
   u64 home_E;      // int32 [EXPERTS]
-  u64 expert_P;    // int32 [EXPERTS], experts sorted by home, then number
-  u64 first_R;     // int32 [RANKS + 1], each rank's first place
   u64 speeds_R;    // int32 [RANKS]
   u64 keys_RS;     // int32 [RANKS, SLOTS], in and out
   u64 ages_RS;     // int32 [RANKS, SLOTS], in and out
   u64 hot_LE;      // int32 [layers, EXPERTS], in and out
+  u64 away;        // u32, in and out: 0 if rows_ER is 0 but for homes; at first anything else
   u64 rows_ER;     // int32 [EXPERTS, RANKS], out
   u64 fetch_RS;    // int32 [RANKS, SLOTS], out
   u64 rows_R;      // int64 [RANKS], out
   u64 digest;      // u32, out
+  u64 expert_P;    // int32 [EXPERTS], experts sorted by home, then number
+  u64 first_R;     // int32 [RANKS + 1], each rank's first place
   u64 pieces;      // u64 [ATTEMPTS, RANKS, SLOTS], scratch: {expert:32 | rows:32}, a rank's last piece first
   u64 capacity;    // number, and so on
   u64 alpha_1024;
@@ -50,15 +56,16 @@ struct PlanParams {
   u64 layer;
   u64 layers;
   u64 keep;
-  u64 empty_hash;  // the digest's part of rows_ER = 0 and fetch_RS = -1
+  u64 empty_hash;  // the digest's part of home_E, rows_ER = 0 and fetch_RS = -1
 };
 
 struct PlanShared {
-  u64 here_AP[ATTEMPTS][EXPERTS];  // which ranks have a piece of the expert
-  u64 worst_A[ATTEMPTS];
+  u64 here_AP[ATTEMPTS][EXPERTS];  // which ranks have a piece of the expert; before the attempts, what add_counts says
+  u64 worst_T[TURNS];
   u32 stay_AP[ATTEMPTS][EXPERTS];
   u32 loads_AR[ATTEMPTS][RANKS];
   u32 rows_E[EXPERTS];
+  u32 speed_R[RANKS];
   u32 load_R[RANKS];
   u32 left_R[RANKS];
   u16 first_R[RANKS + 1];
@@ -70,7 +77,7 @@ struct PlanShared {
   u8 home_P[EXPERTS];
   u8 left_AR[ATTEMPTS][RANKS];
   u8 holds_R[RANKS];               // whether a slot of the rank has an expert of this layer
-  int won;                         // the first attempt that fits, -1 for the one that keeps slots
+  int won;                         // the first turn that fits, -1 for the attempt that keeps slots
   u32 fits, hash;                  // fits: a bit for each refined target
   // of the attempt that keeps slots, N entries
   u32 rows_N[KEEP_ENTRIES + KEEP_FETCHES];
@@ -87,6 +94,11 @@ __device__ __forceinline__ u32 plan_mixed(u32 word, u32 position) {  // as balan
   h = (h ^ h >> 16) * 0x85EBCA6Bu;
   h = (h ^ h >> 13) * 0xC2B2AE35u;
   return h ^ h >> 16;
+}
+
+__device__ __forceinline__ u32 weight_of(u32 rank) {  // as balance.naive.weighed_naive
+  u32 spread = (rank + 1) * 0x9E3779B9u;
+  return spread ^ spread >> 16 | 1;
 }
 
 // The word of one number, the same in all lanes, from the lane that has it. A sum: of a choice between two words the
@@ -120,13 +132,13 @@ struct Ranks {
   u32 load[WORDS], speed[WORDS], total, speeds;
 };
 
-__device__ __forceinline__ void read_ranks(const PlanParams& p, const PlanShared& s, Ranks& ranks) {
+__device__ __forceinline__ void read_ranks(const PlanShared& s, Ranks& ranks) {
   u32 lane = threadIdx.x % 32, total = 0, speeds = 0;
 #pragma unroll
   for (u32 j = 0; j < WORDS; ++j) {
     u32 rank = lane + 32 * j;
     ranks.load[j] = rank < RANKS ? s.load_R[rank] : 0;
-    ranks.speed[j] = rank < RANKS ? ((const u32*)p.speeds_R)[rank] : 0;
+    ranks.speed[j] = rank < RANKS ? s.speed_R[rank] : 0;
     total += ranks.load[j], speeds += ranks.speed[j];
   }
   ranks.total = __reduce_add_sync(ALL_LANES, total), ranks.speeds = __reduce_add_sync(ALL_LANES, speeds);
@@ -157,7 +169,7 @@ struct Attempt {
   int excess[WORDS];                                          // load minus target
   u64 here[WORDS];                                            // of the largest expert
   bool closed[WORDS], overdraw;
-  int order;                                                  // it gives up when an attempt before this one fits
+  int turn;                                                   // it gives up when one of an earlier turn fits
   u32 number, capacity, least, top, above;                    // number: whose place in shared memory it uses
   u32* stay_P;
   u64 *here_P, *log;
@@ -269,7 +281,7 @@ __device__ __forceinline__ void take(const PlanShared& s, Attempt& a, const Move
 template <bool FETCHING> __device__ __forceinline__ void move_pieces(const PlanShared& s, Attempt& a) {
   while (true) {
     u32 room[WORDS], most = 0;
-    bool over = a.above > 0, beaten = *(volatile const int*)&s.won < a.order;
+    bool over = a.above > 0, beaten = *(volatile const int*)&s.won < a.turn;
 #pragma unroll
     for (u32 j = 0; j < WORDS; ++j) {
       over |= a.excess[j] > 0;
@@ -290,8 +302,9 @@ template <bool FETCHING> __device__ __forceinline__ void move_pieces(const PlanS
   }
 }
 
-// Everything at home, targets as high as this attempt's.
-__device__ __forceinline__ void begin(const PlanParams& p, PlanShared& s, const Ranks& ranks, Attempt& a, u32 alpha) {
+// Everything at home, targets as high as this attempt's. `afresh`: slots are not used for what they hold.
+__device__ __forceinline__ void begin(const PlanParams& p, PlanShared& s, const Ranks& ranks, Attempt& a, u32 alpha,
+                                      bool afresh) {
   u32 lane = threadIdx.x % 32, top = 0, above = 0;
   a.capacity = (u32)p.capacity, a.stay_P = s.stay_AP[a.number], a.here_P = s.here_AP[a.number];
   a.log = (u64*)p.pieces + (u64)a.number * RANKS * SLOTS;
@@ -302,7 +315,7 @@ __device__ __forceinline__ void begin(const PlanParams& p, PlanShared& s, const 
     a.excess[j] = (int)ranks.load[j] - (int)a.target[j];
     a.left[j] = rank < RANKS ? s.left_R[rank] : 0, a.place[j] = rank < RANKS ? s.largest_R[rank] : 0, a.here[j] = 0;
     a.most[j] = rank < RANKS && s.first_R[rank] < s.first_R[rank + 1] ? s.rows_E[s.expert_P[a.place[j]]] : 0;
-    a.closed[j] = rank >= RANKS || !s.holds_R[rank];
+    a.closed[j] = afresh || rank >= RANKS || !s.holds_R[rank];
     top = max(top, a.target[j]);
   }
   for (u32 i = lane; i < EXPERTS; i += 32) {
@@ -319,14 +332,16 @@ __device__ __forceinline__ u32 alpha_of(const PlanParams& p, u32 number) {
   return alpha + alpha * step * step / 256;
 }
 
-// One warp's attempt; leaves its loads, what stays at home, its pieces, and how good it is. Returns whether it fits.
-__device__ bool attempt(const PlanParams& p, PlanShared& s, u32 number, u32 alpha, bool overdraw, int order) {
+// One warp's attempt; leaves its loads, what stays at home and its pieces at place `number`. Returns 0 if it fits, else
+// the worst load relative to speed.
+__device__ u64 attempt(const PlanParams& p, PlanShared& s, u32 number, u32 alpha, bool overdraw, bool afresh,
+                       u32 turn) {
   u32 lane = threadIdx.x % 32;
   Ranks ranks;
   Attempt a;
-  a.number = number, a.overdraw = overdraw, a.order = order;
-  read_ranks(p, s, ranks);
-  begin(p, s, ranks, a, alpha);
+  a.number = number, a.overdraw = overdraw, a.turn = (int)turn;
+  read_ranks(s, ranks);
+  begin(p, s, ranks, a, alpha, afresh);
   a.least = (u32)p.use_rows;
   move_pieces<false>(s, a);
 #pragma unroll
@@ -340,16 +355,14 @@ __device__ bool attempt(const PlanParams& p, PlanShared& s, u32 number, u32 alph
     over |= a.excess[j] > 0;
     if (rank < RANKS) s.loads_AR[number][rank] = a.target[j] + a.excess[j], s.left_AR[number][rank] = (u8)a.left[j];
   }
-  if (!__any_sync(ALL_LANES, over)) return true;
+  if (!__any_sync(ALL_LANES, over)) return 0;
   u64 worst = 0;
 #pragma unroll
   for (u32 j = 0; j < WORDS; ++j) {
     u64 value = (u64)(a.target[j] + a.excess[j]) * ranks.speeds / max(1u, ranks.speed[j]);
     worst = value > worst ? value : worst;
   }
-  worst = warp_max(worst);
-  if (lane == 0) s.worst_A[number] = worst;
-  return false;
+  return warp_max(worst);
 }
 
 #endif

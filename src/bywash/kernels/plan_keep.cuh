@@ -220,7 +220,7 @@ __device__ bool keep_slots(const PlanParams& p, PlanShared& s) {
   Keep k;
   k.capacity = (u32)p.capacity, k.stay_P = s.stay_AP[KEEP_SLOT], k.there_P = s.here_AP[KEEP_SLOT];
   k.left_R = s.left_AR[KEEP_SLOT];
-  read_ranks(p, s, ranks);
+  read_ranks(s, ranks);
 #pragma unroll
   for (u32 j = 0; j < WORDS; ++j) {
     k.excess[j] = (int)ranks.load[j] - (int)target_of(ranks, j, (u32)p.alpha_1024);
