@@ -14,7 +14,8 @@ from bywash.exchange.peer_elastic import ElasticDevice, elastic_layout
 from bywash.exchange.rows import weighted_sum
 from bywash.memory.device_slots import DeviceSlots, WeightLayout
 from tests.balance.plan_cases import Oracle
-from tests.exchange.peer_steps import draw, may_push, push_outputs, same_bits
+from tests.exchange.peer_steps import draw, same_bits
+from tests.exchange.pushing import may_push, push_outputs
 
 INNER = 8
 

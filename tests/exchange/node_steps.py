@@ -20,6 +20,7 @@ from bywash.exchange.node_wire import NcclWire
 from bywash.exchange.peer_device import PeerDevice
 from bywash.exchange.peer_layout import PeerLayout
 from tests.exchange.peer_steps import factors, same_bits
+from tests.exchange.pushing import may_push, push_outputs
 from tests.kernels import emulator
 
 
@@ -82,7 +83,10 @@ def random_steps(device, hosts, placement, steps, seed):
         x, ids, weights = (part.to(where) for part in draw(seed + step, layout, device.ranks)[device.rank])
         generation = step % 2
         received = device.dispatch(x, ids, weights, generation=generation, counts_first=bool(step % 3))
-        out = device.combine(expert_outputs(device, received, factor_L), generation=generation)
+        y, pushed = expert_outputs(device, received, factor_L), may_push(received, seed + step, device.rank)
+        if pushed:
+            push_outputs(received, y)
+        out = device.combine(y, generation=generation, pushed=pushed)
         device.check()
         x, ids, weights, out = (part.cpu() for part in (x, ids, weights, out))
         expected = outputs_naive(rank_outputs(x, ids, layout), ids, weights, rank_E, hosts, layout)

@@ -4,7 +4,6 @@ Every rank draws all ranks' inputs from one seed, so that each can work out alon
 Experts are stand-ins (row * factor of the expert, rounded), bitwise equal on CPU and GPU.
 """
 
-import ctypes
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from bywash.exchange.peer_layout import PeerLayout
 from bywash.exchange.peer_ops import PeerLayer
 from bywash.exchange.rows import send_lists, weighted_sum
 from bywash.routing import Routing
+from tests.exchange.pushing import may_push, push_outputs
 
 
 def open_device(group, *, devices, experts, top_k, hidden, dtype, mode, tokens, fp8="off", num_sms=0, **options):
@@ -134,30 +134,6 @@ def expert_outputs(device, received, factor_E):
     at = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
     expert = torch.searchsorted(received.starts_E[1:], at, right=True).clamp(max=device.layout.experts - 1)
     return (rows * factor_E[expert][:, None]).to(device.layout.dtype)
-
-
-def push_outputs(received, y):
-    """What experts that push do: outputs that have a target go there, and are nowhere else."""
-    targets = received.target_M[: int(received.starts_E[-1])]
-    for m, address in enumerate(targets.tolist()):
-        if address:
-            copy_row(address, y[m])
-    y[: targets.numel()][targets != 0] = float("nan")
-
-
-def copy_row(address, row):
-    if not row.is_cuda:
-        ctypes.memmove(address, row.data_ptr(), row.nbytes)
-        return
-    from bywash.kernels.driver import check, driver
-
-    stream = torch.cuda.current_stream().cuda_stream
-    check(driver().cuMemcpyDtoDAsync(address, row.data_ptr(), row.nbytes, stream), "pushing a row")
-
-
-def may_push(received, seed, rank):
-    """Whether this rank's experts push in a step: each rank decides for itself."""
-    return received.target_M is not None and bool(np.random.default_rng([seed, rank]).integers(2))
 
 
 def check_digest(device, received, placement, generation):

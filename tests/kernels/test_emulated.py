@@ -12,6 +12,7 @@ from bywash.exchange import peer_device
 from bywash.moe.device_layer import DeviceLayer
 from bywash.routing import Routing
 from tests.exchange import peer_steps
+from tests.exchange.pushing import push_outputs
 from tests.kernels import emulator
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++ to compile the kernels for the CPU")
@@ -66,7 +67,7 @@ class Factors:
         y = peer_steps.expert_outputs(self.device, received, self.factor_E)
         if targets_M is not None:
             self.pushed += int((targets_M[: int(ends_L[-1])] != 0).sum())
-            peer_steps.push_outputs(received, y)
+            push_outputs(received, y)
         return y
 
 
@@ -82,10 +83,14 @@ def run_layers(group, config):
             out = layer(x, Routing(ids_TK=ids, weights_TK=weights, num_experts=config["experts"]))
             expected = peer_steps.oracle_out(x, ids, weights, placement, layout, config["mode"])
             assert peer_steps.same_bits(out, expected), f"push {push}, seed {seed}"
+        received = device.dispatch(x, ids, weights)  # who only asks for outputs finds all of them in y
+        assert peer_steps.same_bits(device.combine(layer.compute(received)), expected), f"push {push}, by hand"
         pushed.append(experts.pushed)
     if not layout.apart:
         with pytest.raises(ConfigError, match="all travel summed"):
             device.combine(out.new_zeros(1, layout.hidden), pushed=True)
+    with pytest.raises(ConfigError, match="to push"):
+        layer.compute(received, push=True)
     return pushed
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bywash.errors import ConfigError
-from bywash.kernels.router import NOT_FINITE, Router, compile_router, router_naive
+from bywash.kernels.router import NOT_FINITE, Router, _check, compile_router, router_naive
 
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC")
 
@@ -19,6 +19,22 @@ def test_it_compiles(tmp_path, arch, shape):
 def test_sizes_that_it_does_not_compute_are_named(tmp_path, shape):
     with pytest.raises(ConfigError, match="multiple of 8"):
         compile_router(*shape, "sm_90a", cache=tmp_path)
+
+
+def test_tensors_that_it_cannot_read_are_named():
+    flat = torch.zeros(1 + 3 * 64, dtype=torch.bfloat16)
+    good = flat[:-1].view(3, 64), torch.zeros(7, 64).bfloat16(), torch.zeros(3, 2).long(), torch.zeros(3, 2)
+    _check(*good, 7, 2, 64)
+    wrong = {
+        "x: .*at a multiple of 16": (0, flat[1:].view(3, 64)),
+        "x: torch.float32": (0, good[0].float()),
+        "router: weights: ": (1, good[1].T.contiguous().T),
+        "ids: torch.int32": (2, good[2].int()),
+        r"their weights: .*\[2, 2\]": (3, good[3][:2]),
+    }
+    for words, (at, tensor) in wrong.items():
+        with pytest.raises(ConfigError, match=words):
+            _check(*good[:at], tensor, *good[at + 1 :], 7, 2, 64)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -85,6 +85,7 @@ def job(**changes):
         ("microbatch", {"batches": 1}, Split(lanes=2), "lower --micro-batch"),
         ("tile", {"link": None}, Split(chunks=2), "asked for"),
         ("shared", {"link": None}, Split(), "asked for"),
+        ("tile", {"link": None, "device": "cuda"}, Split(chunks=2), "asked for"),
         ("auto", {"link": None}, SERIAL, "nothing to hide"),
         ("auto", {"ranks": 1}, SERIAL, "nothing is sent"),
         ("auto", {"device": "cuda"}, SERIAL, "on GPUs"),

@@ -64,18 +64,44 @@ class Router:
         major, minor = torch.cuda.get_device_capability()
         code = compile_router(experts, top_k, hidden, f"sm_{major}{minor}")
         (self._function,) = load_functions(code, ("route",), _WHO)
-        block = _block(experts)
+        block, self._shape = _block(experts), (experts, top_k, hidden)
         self._tokens, self._threads = block["TOKENS"], 32 * block["WARPS"]
 
     def __call__(self, x_TD: Tensor, weights_ED: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        """Fill int64 `ids_TK`, best first, and float32 `weights_TK`. All contiguous; x and weights bfloat16.
+        """Fill int64 `ids_TK`, best first, and float32 `weights_TK`.
 
         A token with a logit that is not finite (or past 1e30) gets `NOT_FINITE` ids and zero weights.
+
+        Args:
+            x_TD, weights_ED: bfloat16, contiguous, at multiples of 16 bytes.
+            ids_TK, weights_TK: contiguous.
+
+        Raises:
+            ConfigError: a tensor of another dtype, shape or layout.
         """
         tokens = x_TD.shape[0]
+        _check(x_TD, weights_ED, ids_TK, weights_TK, *self._shape)
         tensors = (x_TD, weights_ED, ids_TK, weights_TK)
         values = [ctypes.c_uint64(tensor.data_ptr()) for tensor in tensors] + [ctypes.c_uint64(tokens)]
-        launch(self._function, -(-tokens // self._tokens), self._threads, values, "route", _WHO)
+        if tokens:
+            launch(self._function, -(-tokens // self._tokens), self._threads, values, "route", _WHO)
+
+
+def _check(
+    x_TD: Tensor, weights_ED: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int, top_k: int, hidden: int
+) -> None:
+    tokens = x_TD.shape[0]
+    for name, tensor, shape, dtype, step in (
+        ("x", x_TD, (tokens, hidden), torch.bfloat16, 16),
+        ("weights", weights_ED, (experts, hidden), torch.bfloat16, 16),
+        ("ids", ids_TK, (tokens, top_k), torch.int64, 8),
+        ("their weights", weights_TK, (tokens, top_k), torch.float32, 4),
+    ):
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.data_ptr() % step:
+            raise ConfigError(
+                f"{_WHO}: {name}: {tensor.dtype} {list(tensor.shape)} at {tensor.data_ptr():#x}; contiguous {dtype} "
+                f"{list(shape)} at a multiple of {step} bytes is needed"
+            )
 
 
 def router_naive(x_TD: Tensor, weights_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

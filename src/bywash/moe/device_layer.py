@@ -111,26 +111,34 @@ class DeviceLayer:
             generation=generation,
             counts_first=counts_first,
         )
-        y_MD = self.compute(received)
+        y_MD = self.compute(received, push=self.pushes)
         return self.device.combine(y_MD, generation=generation, pushed=self.pushes)
 
     @property
     def pushes(self) -> bool:
-        """Whether `compute` writes outputs to their sources, so that combine must be told `pushed`."""
+        """Whether a call of the layer lets its experts write outputs to their sources."""
         return self._pushing is not None
 
-    def compute(self, received: DeviceReceived) -> Tensor:
+    def compute(self, received: DeviceReceived, *, push: bool = False) -> Tensor:
         """This rank's experts on what arrived, in the order of `index_M`. Only launches.
 
-        Where the layer `pushes`, once between a dispatch and its combine.
+        Args:
+            received: of the dispatch before.
+            push: write outputs that have a target there and nowhere else; combine must then be told `pushed`. Once
+                between a dispatch and its combine.
+
+        Raises:
+            ConfigError: push, where the layer does not.
         """
+        if push and self._pushing is None:
+            raise ConfigError("layer: outputs to push, but these experts cannot, or in this exchange all travel summed")
         if not self._local_experts:  # a rank without experts still takes part
             return torch.empty(0, self.device.layout.hidden, dtype=self.device.layout.dtype, device="cuda")
         index_M, ends_L = received.index_M[: self._pairs], received.ends_L[: self._local_experts]
         if isinstance(self._experts, TritonExpertsFp8):
             assert received.scales_PG is not None, "checked when the layer was made"
             return self._experts(received.rows_PD, received.scales_PG, index_M, ends_L)
-        if self._pushing is not None:
+        if push and self._pushing is not None:
             assert received.target_M is not None, "the layout says that there are some"
             return self._pushing(received.rows_PD, index_M, ends_L, targets_M=received.target_M[: self._pairs])
         return self._experts(received.rows_PD, index_M, ends_L)

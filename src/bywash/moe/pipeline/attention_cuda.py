@@ -4,9 +4,9 @@ Projections by torch's products, scores by torch's fused attention with grouped 
 through products of its own, so their shape is one sequence whatever the lane holds, and a token has the same bits
 however the sequences are dealt to lanes (cuBLAS picks its tiles, and may pick its order of sums, by the shape). A
 decode step takes all sequences of a lane at once; its bits are those of that number of sequences. There the queries of
-a key head stand as so many positions, so that keys are read once, and because cuDNN's kernel for single queries does
-not repeat its bits (H200, torch 2.11: 3 of 20 calls on one input gave those of the first), and this one does (20 of 20,
-137 us where flash takes 213); schedules must give the same.
+a key head stand as so many positions: for single queries cuDNN's kernel does not repeat its bits (H200, torch 2.11: 3
+of 20 calls on one input gave those of the first), and schedules must give the same. Decode takes the flash kernel (213
+us), not cuDNN's, which is faster (136 us) but makes the replay of a graph of 16 layers cost the host 43 us, not 16.
 
 Keys and values are written by their product straight into the cache. There is no rotary embedding: it would be one
 more pass over queries and keys, and moves no bytes between ranks.
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bywash.errors import ConfigError
 
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Of the fused attention, fastest first; the first that takes the shapes is used."""
+"""Of the fused attention, fastest first; the first that takes the shapes is used, in decode from the second on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,15 +143,15 @@ class Attention:
         k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
         if sizes.cached:
             q = q_TQ.view(number, sizes.kv_heads, -1, sizes.head_size)
-            mixed = _attention(q, k, v)
+            mixed = _attention(q, k, v, BACKENDS[1:])
         else:
             q = q_TQ.view(number, sizes.sequence, sizes.heads, sizes.head_size).transpose(1, 2)
-            mixed = _attention(q, k, v, causal=True).transpose(1, 2)
+            mixed = _attention(q, k, v, BACKENDS, causal=True).transpose(1, 2)
         torch.mm(mixed.reshape(tokens, sizes.q_size), weights.out.T, out=out_TD)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    with sdpa_kernel(list(BACKENDS), set_priority=True):
+def _attention(q: Tensor, k: Tensor, v: Tensor, backends: Sequence[SDPBackend], *, causal: bool = False) -> Tensor:
+    with sdpa_kernel(list(backends), set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=causal)
 
 

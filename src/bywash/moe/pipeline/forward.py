@@ -5,8 +5,8 @@ A lane is a list of batches of fixed shape; its tokens travel together. Any obje
 layer: `models.stages.DecoderLayer`, or the synthetic one of `bench.layer`.
 
 Shapes: T tokens of a lane or chunk, D hidden, K experts per token.
-Knows nothing of threads or streams. `run_threads` calls it from two threads, never twice at once for one lane and
-chunk.
+Knows nothing of threads, and of streams only that memory outlives all that read it. `run_threads` calls it from two
+threads, never twice at once for one lane and chunk.
 """
 
 from collections.abc import Callable, Mapping, Sequence

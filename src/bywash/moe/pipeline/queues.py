@@ -18,7 +18,7 @@ Mark = TypeVar("Mark")
 
 
 class Queues(Protocol[Mark]):
-    """One step at a time: `begin`, then both threads, then `times`."""
+    """One step at a time: `begin`, then both threads, then `end` and `nanoseconds`."""
 
     def begin(self) -> None:
         """By the caller, before either thread works."""

@@ -35,14 +35,14 @@ def open_shared(weights: Sequence[tuple[Tensor, Tensor]], room: int, *, one_part
     """Of every layer.
 
     Args:
-        weights: gate_up [1, G, D] and down [1, D, F] of each layer, bfloat16; not copied.
+        weights: gate_up [1, G, D] and down [1, D, F] of each layer, of at least one, bfloat16; not copied.
         room: the most rows of a part.
         one_part: every step is one part of that many rows, some of which may not be real: decode.
     """
     if one_part:
         with torch.inference_mode(False):  # outlives the model's inference mode
-            scratch_TF = weights[0][1].new_empty(room, weights[0][1].shape[2]) if weights else None
-        return [_Products(gate_up[0], down[0], cast(Tensor, scratch_TF)) for gate_up, down in weights]
+            scratch_TF = weights[0][1].new_empty(room, weights[0][1].shape[2])
+        return [_Products(gate_up[0], down[0], scratch_TF) for gate_up, down in weights]
     with torch.inference_mode(False):
         all_T = torch.arange(room, dtype=torch.int32, device="cuda")
     opened = [open_device_experts(*pair, pairs=room, backend=row_independent_backend()) for pair in weights]
@@ -69,14 +69,15 @@ class _AsExpert:
 
 
 class _Products:
-    """By torch's products, over all rows; layers share the intermediate, since they run in turn."""
+    """By torch's products, over all rows of the part; layers share the intermediate, since they run in turn."""
 
     def __init__(self, gate_up_GD: Tensor, down_DF: Tensor, scratch_TF: Tensor) -> None:
         self._gate_up_GD, self._down_DF, self._inner_TF = gate_up_GD, down_DF, scratch_TF
 
     def __call__(self, rows_TD: Tensor, tokens: Tensor, out_TD: Tensor, *, first: int, last: int) -> None:
+        room = self._inner_TF.shape[0]  # an exchange may have been opened for more
         if first == 0:
-            gate_TF, up_TF = F.linear(rows_TD, self._gate_up_GD).chunk(2, dim=1)
+            gate_TF, up_TF = F.linear(rows_TD[:room], self._gate_up_GD).chunk(2, dim=1)
             torch.mul(F.silu(gate_TF), up_TF, out=self._inner_TF)
         if last == 1:
-            torch.mm(self._inner_TF, self._down_DF.T, out=out_TD)
+            torch.mm(self._inner_TF, self._down_DF.T, out=out_TD[:room])
