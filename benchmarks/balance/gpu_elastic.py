@@ -2,27 +2,24 @@
 
     PYTHONPATH=src:. python benchmarks/balance/gpu_elastic.py --out DIR [--parts bits layer ...] [--budget 200]
 
-One process per GPU; each part runs in processes of its own, so that one that fails costs no other. Parts: `bits` random
-steps with plans against oracles on the CPU; `layer` real experts, bitwise against plain layers; and those of
-`gpu_elastic_parts.py`, which measure. Prints what each part found; all figures of a line are of one run.
+One process per rank, and a GPU for each unless there are fewer (then ranks take turns); each part runs in processes of
+its own, so that one that fails costs no other. Parts: `bits` random steps with plans against oracles on the CPU;
+`layer` real experts, bitwise against plain layers; and those of `gpu_elastic_parts.py`, which measure. Prints what each
+part found; all figures of a line are of one run.
 """
 
 import argparse
 import json
-import os
-import sys
-import tempfile
 import time
-import traceback
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from benchmarks.balance import gpu_elastic_limits as limits
 from benchmarks.balance import gpu_elastic_parts as measured
+from benchmarks.rank_processes import GRACE_S, RankProcesses, least_left_s
+from benchmarks.skewed_ids import counts_for
 from tests.exchange import elastic_steps
 from tests.moe.device_steps import draw_weights
 
@@ -121,9 +118,9 @@ def routings(run, sizes, experts):
 
 def part_layer(run):
     """Real experts: elastic layers against plain ones, bit for bit; eager, in waves, in decode in a graph, resized."""
-    small = replace(LAYER, pairs=LAYER.tokens * LAYER.top_k * 4 // 3)
+    whole, small = (replace(LAYER, pairs=LAYER.tokens * LAYER.top_k * share // 12) for share in (12 * run.ranks, 16))
     for mode in ("stable", "exact"):
-        for label, sizes in (("", LAYER), (", small buffers", small)):
+        for label, sizes in (("", whole), (", small buffers", small)):
             layers, elastic, plain = open_pair(run, sizes, EXPERTS, Limits(keep=sizes.layers), mode)
             inputs = routings(run, sizes, EXPERTS)
             for name, (x, routing) in inputs.items():
@@ -208,12 +205,12 @@ PARTS = {"bits": part_bits, "layer": part_layer, **limits.PARTS, **measured.PART
 class Run:
     """What a part is given: the group, and ways to talk."""
 
-    def __init__(self, rank, ranks, store, options):
-        torch.cuda.set_device(rank)
-        self.ranks, self.gpus, self.options = ranks, ranks, options
-        self.group = Group(rank=rank, ranks=ranks, store=dist.FileStore(store, ranks), deadline_s=40.0)
-        self.nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=60))
-        self.rank, self.found = rank, {}
+    def __init__(self, rank, store, options):
+        self.gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % self.gpus)
+        self.rank, self.ranks, self.options = rank, options.ranks, options
+        self.group = Group(rank=rank, ranks=self.ranks, store=dist.FileStore(store, self.ranks), deadline_s=40.0)
+        self.found = {}
 
     def say(self, text):
         if self.rank == 0:
@@ -222,22 +219,24 @@ class Run:
     def keep(self, name, value):
         self.found[name] = value
 
+    def has(self, seconds, what):
+        """Whether the part has that long left, by the rank that has least; says what is left out otherwise."""
+        left_s, seconds = least_left_s(self.options.until), 2.0 if self.options.small else seconds
+        if left_s < seconds:
+            self.say(f"left out, {left_s:.0f} s left of this part's time: {what}")
+        return left_s >= seconds
+
     def meet(self):
         self.total(0)
 
-    def _reduce(self, value, op):
-        tensor = torch.tensor(float(value), device="cuda", dtype=torch.float64)
-        dist.all_reduce(tensor, op=op, group=self.nccl)
-        return float(tensor)
-
     def total(self, value):
-        return self._reduce(value, dist.ReduceOp.SUM)
+        return self.sum_each([value])[0]
 
     def worst(self, value):
-        return self._reduce(value, dist.ReduceOp.MAX)
+        return self.worst_each([value])[0]
 
     def least(self, value):
-        return self._reduce(value, dist.ReduceOp.MIN)
+        return self._reduce_each([value], dist.ReduceOp.MIN)[0]
 
     def all(self, truth):
         return self.least(bool(truth)) > 0
@@ -250,68 +249,49 @@ class Run:
         return self._reduce_each(values, dist.ReduceOp.SUM)
 
     def _reduce_each(self, values, operation):
-        tensor = torch.tensor(values, device="cuda", dtype=torch.float64)
-        dist.all_reduce(tensor, op=operation, group=self.nccl)
+        """On the CPUs, once this rank's device is done: NCCL takes no two ranks on one GPU."""
+        torch.cuda.synchronize()
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
 
 
-def run_rank(rank, ranks, store, options, name):
-    code = 0
-    try:
-        run = Run(rank, ranks, store, options)
-        PARTS[name](run)
-        if rank == 0 and options.out:
-            Path(options.out, f"elastic-{name}.json").write_text(json.dumps(run.found))
-    except BaseException:
-        print(f"rank {rank}, part {name}:\n{traceback.format_exc()}", flush=True)
-        code = 1
-    sys.stdout.flush()
-    os._exit(code)  # NCCL's and the driver's teardown order differs between versions
+def run_rank(rank, store, start, options, name):
+    options.until = start.get(timeout=600.0)
+    run = Run(rank, store, options)
+    PARTS[name](run)
+    if rank == 0 and options.out:
+        Path(options.out, f"elastic-{name}.json").write_text(json.dumps(run.found))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="a folder for figures as JSON")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="one on each GPU; with fewer GPUs they take turns")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--counts", help="recorded counts whose layers are the trace's topics; see `load_counts`")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no further part is begun")
     parser.add_argument("--part-s", type=float, default=120.0, help="seconds after which a part is ended")
+    parser.add_argument("--small", action="store_true", help="few rounds and steps: does everything run?")
     options = parser.parse_args()
-    if options.ranks > torch.cuda.device_count():
-        raise SystemExit(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs")
+    gpus = torch.cuda.device_count()
+    if options.ranks < 2 or measured.EXPERTS % options.ranks or not gpus:
+        raise SystemExit(f"--ranks {options.ranks}: there are {gpus} GPUs, and {measured.EXPERTS} experts to divide")
+    if options.ranks > gpus:
+        print(f"{options.ranks} ranks take turns on {gpus} GPU(s): this checks that all runs; no time below means much")
+    if options.counts:
+        counts_for(options.counts, measured.EXPERTS)
     began, failed = time.monotonic(), []
     for name in options.parts:
         if time.monotonic() - began > options.budget:
             print(f"{name}: left out, --budget {options.budget:g} s is spent")
             continue
         print(f"{name}: {PARTS[name].__doc__.splitlines()[0]}", flush=True)
-        started = time.monotonic()
-        if not run_part(name, options):
+        end = time.monotonic() + options.part_s
+        if not RankProcesses(name, options.ranks, run_rank, options, name).run(end - GRACE_S, end):
             failed.append(name)
-        print(f"  ({time.monotonic() - started:.0f} s)", flush=True)
     print(f"{'failed: ' + ' '.join(failed) if failed else 'all parts ran'}; {time.monotonic() - began:.0f} s")
     raise SystemExit(bool(failed))
-
-
-def run_part(name, options):
-    """Whether all ranks of a part ended well in time."""
-    context = mp.get_context("spawn")
-    store = tempfile.mktemp()
-    ranks = [
-        context.Process(target=run_rank, args=(rank, options.ranks, store, options, name))
-        for rank in range(options.ranks)
-    ]
-    for process in ranks:
-        process.start()
-    end = time.monotonic() + options.part_s
-    for process in ranks:
-        process.join(max(1.0, end - time.monotonic()))
-    late = [process for process in ranks if process.is_alive()]
-    for process in late:
-        process.kill()
-        process.join()
-    return not late and all(process.exitcode == 0 for process in ranks)
 
 
 if __name__ == "__main__":

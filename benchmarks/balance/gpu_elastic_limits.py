@@ -6,7 +6,6 @@ Sizes and helpers are those of `gpu_elastic_parts.py`.
 import gc
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,19 +13,19 @@ from benchmarks.balance.gpu_elastic_parts import (
     EXPERTS,
     HIDDEN,
     INNER,
-    ROOMY,
     SIZES,
     TOP_K,
     Both,
     imbalance,
     popular,
+    roomy,
     timed,
 )
+from benchmarks.skewed_ids import counts_for, draw_ids, popularity
 
 from bywash.balance import Limits
 from bywash.kernels import experts as hopper
 from bywash.kernels.experts import HopperExperts
-from bywash.routing.counts import load_counts
 from bywash.routing.skew import zipf_popularity
 
 SLACK_BYTES = 512 << 20
@@ -35,6 +34,12 @@ TRACE_LIMITS = Limits(alpha_1024=1044, fetch_rows=256, use_rows=256)
 """A copy behind own experts costs a step some 14 us, about 100 rows, and reading an expert's weights as much as 150."""
 WARM_STEPS = 120
 """Steps before the first that counts, some two seconds: clocks that have just met the power limit first overshoot."""
+
+
+FEWER = 30
+"""One step of so many, in a run that only checks that all parts run."""
+TRACE_S = 15.0
+"""What one mode of `part_trace` needs at least."""
 
 
 def part_memory(run):
@@ -162,8 +167,8 @@ def rows_fail(run, both, inputs):
 def topic_weights(options, topic):
     """Popularity of every expert [E] in a topic: of a recorded layer of `--counts`, or Zipf, experts in new places."""
     if options.counts:
-        _, counts_LE = load_counts(Path(options.counts))
-        return torch.from_numpy(counts_LE[topic * len(counts_LE) // (STEPS // PERIOD)]).float().clamp(min=0.5)
+        counts_LE = counts_for(options.counts, EXPERTS)
+        return popularity(counts_LE[topic * len(counts_LE) // (STEPS // PERIOD)])
     places = torch.Generator().manual_seed(100 + topic)
     return torch.from_numpy(zipf_popularity(EXPERTS, EXPONENT)).float()[torch.randperm(EXPERTS, generator=places)]
 
@@ -171,8 +176,7 @@ def topic_weights(options, topic):
 def trace_ids(step, run):
     """Ids [T, K] of a step, by Gumbel top-k."""
     generator = torch.Generator(device="cuda").manual_seed(1000 * step + run.rank)
-    times = torch.empty(SIZES.tokens, EXPERTS, device="cuda").exponential_(generator=generator)
-    return (topic_weights(run.options, step // PERIOD).cuda().log() - times.log()).topk(TOP_K, dim=1).indices
+    return draw_ids(topic_weights(run.options, step // PERIOD), SIZES.tokens, TOP_K, generator)
 
 
 def part_trace(run):
@@ -180,10 +184,12 @@ def part_trace(run):
 
     Beside them in the same rounds `even`, the plain layer with uniform routing: what clocks alone make of equal work.
     """
-    steps = [trace_ids(step, run) for step in range(STEPS)]
+    steps = [trace_ids(step, run) for step in range(0, STEPS, FEWER if run.options.small else 1)]
     even = popular("balanced", tokens=SIZES.tokens, seed=1 + run.rank, ranks=run.ranks)
     for mode in ("stable", "fast"):
-        both = Both(run, replace(ROOMY, slots=16), TRACE_LIMITS, mode)
+        if not run.has(TRACE_S, mode):
+            break
+        both = Both(run, replace(roomy(run.ranks), slots=16), TRACE_LIMITS, mode)
         graphs = {"plain": both.graph(both.plain, calls=1)[0], "ours": both.graph(both.elastic, calls=1)[0]}
         for ids in steps[-WARM_STEPS:]:
             timed_step(run, both, ids, even, graphs)
@@ -227,7 +233,7 @@ def report_trace(run, mode, seen, copies_before):
     speedup, bound = times["plain"].sum() / times["ours"].sum(), rows.max(1).sum() / rows.mean(1).sum()
     run.say(
         f"{mode}: max/mean {bounds.min():.2f} to {bounds.max():.2f}, mean {bounds.mean():.3f}; speed-up {speedup:.3f}, "
-        f"bound {bound:.3f} ({speedup / bound:.2f} of it); {copies[-1]:.0f} copies in {STEPS} steps"
+        f"bound {bound:.3f} ({speedup / bound:.2f} of it); {copies[-1]:.0f} copies in {len(seen)} steps"
     )
     for at in np.argsort(times["ours"])[::-1][:8]:
         shown = ", ".join(f"{name} {values[at]:.0f} us" for name, values in times.items())

@@ -1,10 +1,13 @@
-"""What `peer_exchange.py` compares with, in the same run: NCCL by hand, torch only, and a peer copy of the same bytes.
+"""What `peer_exchange.py` compares with, in the same run: NCCL by hand, torch only, and copy engines.
 
 Shapes: T tokens per rank, K experts per token, D hidden, R ranks, E experts, contiguous placement.
 """
 
 import torch
 import torch.distributed as dist
+
+from bywash.exchange.moves import copy
+from bywash.memory.cuda_heap import open_cuda_heaps
 
 
 class ByHand:
@@ -74,18 +77,28 @@ class AllGather:
         return out
 
 
-class PeerCopy:
-    """The copy engine writing the same bytes to the other GPUs: the wire's ceiling, both directions at once.
+class PeerCopies:
+    """Copy engines of all GPUs writing to each other at once: what the wire gives for the same bytes.
 
-    With more than two ranks an equal part for each, the neighbour's first, one after the other: each takes all links.
+    A rank writes to its neighbour first, one after the other: each takes all links. One heap serves all sizes.
     """
 
-    def __init__(self, rank, ranks, size_bytes):
-        part = size_bytes // (ranks - 1)
-        self.source = torch.randint(0, 255, (part,), dtype=torch.uint8, device="cuda")
-        others = [(rank + 1 + i) % ranks for i in range(ranks - 1)]
-        self.targets = [torch.empty(part, dtype=torch.uint8, device=f"cuda:{other}") for other in others]
+    def __init__(self, group, most_bytes):
+        self.group, self.rank = group, group.rank
+        self.source = torch.randint(0, 255, (most_bytes,), dtype=torch.uint8, device="cuda")
+        facts = {"copied bytes": most_bytes}
+        self.heaps = open_cuda_heaps(group, most_bytes, arithmetic=f"{most_bytes} bytes", facts=facts)
 
-    def __call__(self):
-        for target in self.targets:
-            target.copy_(self.source, non_blocking=True)
+    def of(self, bytes_RR):
+        """A function that writes what this rank sends by `bytes_RR` [source, target]; a target gets `most_bytes` at
+        most. Where in a heap each source writes does not overlap."""
+        ranks, starts_RR = len(self.heaps), bytes_RR.cumsum(0) - bytes_RR
+        others = [(self.rank + 1 + i) % ranks for i in range(ranks - 1)]
+        pieces = [(self.heaps[o].address + int(starts_RR[self.rank, o]), int(bytes_RR[self.rank, o])) for o in others]
+
+        def write():
+            for address, size in pieces:
+                if size:
+                    copy(address, self.source.data_ptr(), size)
+
+        return write

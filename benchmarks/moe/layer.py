@@ -185,11 +185,11 @@ def measure_ours(case, backend, way, device):
     case.time(name, graph_of(step, case.calls), case.options.rounds)
     layer.check()
     received = device.dispatch(case.x, case.ids, case.weights, tokens=count, counts_first=counts_first)
-    device.combine(layer.compute(received), pushed=layer.pushes)
+    device.combine(layer.compute(received, push=layer.pushes), pushed=layer.pushes)
     layer.check()
     # Those that push write the same rows again, which no step reads.
     name = f"experts, {backend}" + (", pushing" if layer.pushes else "")
-    case.time(name, graph_of(lambda _: layer.compute(received), case.calls), case.options.rounds)
+    case.time(name, graph_of(lambda _: layer.compute(received, push=layer.pushes), case.calls), case.options.rounds)
 
 
 def open_device(case, way):

@@ -27,24 +27,25 @@ from bywash.moe.pipeline.run_cuda import CudaExecutor
 from bywash.moe.pipeline.stack_cuda import GatherForward, PeerForward, devices_needed, part_tokens
 from bywash.moe.pipeline.stack_sizes import StackSizes, random_weights
 
-RANKS, TOP_K, HIDDEN, INNER = 2, 8, 7168, 2048
+TOP_K, HIDDEN, INNER = 8, 7168, 2048
 HEADS = {"heads": 64, "kv_heads": 8, "head_size": 128}
 LESS = (0.7, 0.4)
-"""The share of its tokens that each rank brings to the replay with other counts."""
+"""The share of its tokens that ranks bring, in turn, to the replay with other counts."""
 
 
 class Bench:
     """One rank: its weights, its executor, and the variants so far."""
 
     def __init__(self, rank, store_path, options, sizes):
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        self.ranks = ranks = options.ranks
         self.rank, self.options, self.link_gbytes_per_s = rank, options, 386.0
         self.reserve_s = self.longest_s = 0.0
-        self.group = Group(rank=rank, ranks=RANKS, store=dist.FileStore(store_path, RANKS), deadline_s=20.0)
+        self.group = Group(rank=rank, ranks=ranks, store=dist.FileStore(store_path, ranks), deadline_s=20.0)
         dense, copied = rate(*dense_product(), rounds=8), rate(*device_copy(), rounds=8)
         self.dense_flops = min(self.gathered(dense))
         self.log(
-            f"{RANKS} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}; "
+            f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}; "
             f"dense {[f'{d / 1e12:.0f}' for d in self.gathered(dense)]} TFLOP/s, copy {copied / 1e12:.2f} "
             f"TB/s; {sizes}; {time.monotonic() - options.began:.1f} s to start"
         )
@@ -53,14 +54,14 @@ class Bench:
         self.executor, self.energy = CudaExecutor(), Energy()
 
     def load(self, sizes):
-        self.sizes, self.local = sizes, sizes.experts // RANKS
-        self.placement = Placement.equal(sizes.experts, RANKS)
+        self.sizes, self.local = sizes, sizes.experts // self.ranks
+        self.placement = Placement.equal(sizes.experts, self.ranks)
         self.weights = random_weights(sizes, self.local, self.rank)
         if self.options.part == "Z":
             self.still_products()
         self.variants, self._experts, self.reference = {}, {}, None
         self.inputs = [self._input(seed) for seed in range(2)]
-        self.counts = (sizes.tokens, int(sizes.tokens * LESS[self.rank]))
+        self.counts = (sizes.tokens, int(sizes.tokens * LESS[self.rank % len(LESS)]))
 
     def still_products(self):
         """Make all products' weights 0 but the router's: the same kernels, routing and copies for less power."""
@@ -107,7 +108,7 @@ class Bench:
             print(text, flush=True)
 
     def gathered(self, value):
-        found = [None] * RANKS
+        found = [None] * self.ranks
         dist.all_gather_object(found, value)
         return found
 
@@ -125,7 +126,7 @@ class Bench:
     def layout(self, split):
         sizes = self.sizes
         return PeerLayout(
-            ranks=RANKS,
+            ranks=self.ranks,
             experts=sizes.experts,
             top_k=sizes.top_k,
             tokens=part_tokens(sizes, split),
@@ -155,7 +156,7 @@ class Bench:
         return self._experts[key]
 
     def schedule(self, split):
-        load, machine = load_of(self.sizes, RANKS), machine_of(self)
+        load, machine = load_of(self.sizes, self.ranks), machine_of(self)
         forms = [self.sizes.form] * self.sizes.layers
         return build_schedule(forms, split, cost=lambda kind, lane: load.stage_ns(kind, split, machine))
 
@@ -209,22 +210,29 @@ class Variant:
         return found
 
     def measure(self, calls=1, warm=1):
-        """`warm` replays line the ranks up, and settle the clocks if they last; then `calls` are timed."""
+        """`warm` replays settle the clocks if they last, one more lines the ranks up; then `calls` are timed."""
         self.bench.meet()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(warm):
+        for _ in range(warm - 1):
             self.step.replay()
         torch.cuda.synchronize()  # launches run ahead, and the counter is read by the host
         began, joules = time.time(), self.bench.energy.joules()
+        self.step.replay()
         begin.record()
         for _ in range(calls):
             self.step.replay()
         end.record()
         end.synchronize()
         self.windows.append((began, time.time()))
-        if joules is not None:
-            self.joules.append(sum(self.bench.gathered((self.bench.energy.joules() - joules) / calls / RANKS)))
+        self._add_energy(joules, calls + 1)
         self.times.append(max(self.bench.gathered(begin.elapsed_time(end) / calls)))
+
+    def _add_energy(self, joules_before, calls):
+        """Of a call, mean over ranks; the counter is slow, so only where it had half a second."""
+        began, ended = self.windows[-1]
+        if joules_before is not None and min(self.bench.gathered(ended - began)) > 0.5:
+            mine = (self.bench.energy.joules() - joules_before) / calls / self.bench.ranks
+            self.joules.append(sum(self.bench.gathered(mine)))
 
     @property
     def median(self):
@@ -232,7 +240,7 @@ class Variant:
 
 
 def add(bench, name, split, way, *, moves=PeerCopies, num_sms=0, blocks=None, counts_first=True):
-    """Open, run eagerly, compare, capture, replay, compare; keep it if all went well on both ranks."""
+    """Open, run eagerly, compare, capture, replay, compare; keep it if all went well on every rank."""
     wanted = bench.options.variants
     if wanted and not any(word in name for word in wanted) and bench.variants:
         return None
@@ -350,13 +358,17 @@ def compare(bench, calls=1, warm=1):
 
 
 def sizes_of(options, *, layers, experts, tokens, sequence, cached=0, attention=True):
-    """Of a part: heads and shared expert as in `HEADS` and `INNER`, unless it goes without both."""
+    """Of a part: heads and shared expert as in `HEADS` and `INNER`, unless it goes without both.
+
+    `experts` are for two ranks; each rank of more holds as many.
+    """
     heads = AttentionSizes(**HEADS, sequence=sequence, cached=cached) if attention else None
     if options.small:
         sequence = 1 if cached else 43
         heads = heads and AttentionSizes(heads=4, kv_heads=2, head_size=64, sequence=sequence, cached=min(cached, 50))
-        sizes = {"layers": 3, "experts": 16, "hidden": 512, "inner": 256, "tokens": 12 * 43}
+        sizes = {"layers": 3, "experts": 8 * options.ranks, "hidden": 512, "inner": 256, "tokens": 12 * 43}
     else:
         layers = options.layers or layers
-        sizes = {"layers": layers, "experts": experts, "hidden": HIDDEN, "inner": INNER, "tokens": tokens}
+        sizes = {"layers": layers, "experts": experts * options.ranks // 2, "tokens": tokens}
+        sizes |= {"hidden": HIDDEN, "inner": INNER}
     return StackSizes(top_k=TOP_K, attention=heads, shared_inner=sizes["inner"] * attention, **sizes)

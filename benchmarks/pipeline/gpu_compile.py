@@ -1,16 +1,21 @@
 """The kernels that `gpu_overlap.py` needs, by name: kind, then what is compiled in. Imports nothing heavy by itself."""
 
-HIDDEN, TOP_K, RANKS = 7168, 8, 2
-EXPERTS = {"A": 64, "Z": 64, "A2": 64, "C": 64, "C2": 64, "D": 64, "B": 256, "E": 16}
-KINDS = ("peer", "gather", "router")
+HIDDEN, TOP_K = 7168, 8
+EXPERTS_OF_TWO = {"A": 64, "Z": 64, "A2": 64, "C": 64, "C2": 64, "D": 64, "B": 256, "E": 16}
+"""By part, with two ranks; in proportion with more."""
+KINDS = ("peer", "gather")
 
 
-def names_for(parts):
-    """Longest first: experts by cluster, the others by experts, top-k and hidden; the soak's are small."""
-    shapes = {(EXPERTS[part], TOP_K, HIDDEN) for part in parts if part in EXPERTS}
+def names_for(parts, ranks, *, small=False):
+    """Longest first: experts by cluster, exchanges by ranks, experts, top-k and hidden; the soak's are small."""
+    shapes = {(EXPERTS_OF_TWO[part] * ranks // 2, TOP_K, HIDDEN) for part in parts if part in EXPERTS_OF_TWO}
+    if small:
+        shapes = {(8 * ranks, TOP_K, 512)}
     shapes |= {(12, top_k, 512) for top_k in (1, 4) if "S" in parts}
-    norms = {f"norm {hidden}" for _, _, hidden in shapes}
-    return ["experts 2", "experts 1", *(f"{kind} {e} {k} {d}" for kind in KINDS for e, k, d in sorted(shapes)), *norms]
+    found = ["experts 2", "experts 1"]
+    found += [f"{kind} {ranks} {e} {k} {d}" for kind in KINDS for e, k, d in sorted(shapes)]
+    found += [f"router {e} {k} {d}" for e, k, d in sorted(shapes)]
+    return [*found, *sorted({f"norm {hidden}" for _, _, hidden in shapes})]
 
 
 def compile_job(name):
@@ -33,6 +38,6 @@ def compile_job(name):
     elif kind == "router":
         compile_router(*numbers, arch)
     else:
-        experts, top_k, hidden = numbers
-        shape = KernelShape(ranks=RANKS, experts=experts, top_k=top_k, vecs=hidden // 8, dtype="bfloat16", exact=False)
+        ranks, experts, top_k, hidden = numbers
+        shape = KernelShape(ranks=ranks, experts=experts, top_k=top_k, vecs=hidden // 8, dtype="bfloat16", exact=False)
         (compile_kernels if kind == "peer" else compile_gather)(shape, arch)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.pipeline.gpu_bench import RANKS, Variant
+from benchmarks.pipeline.gpu_bench import Variant
 
 from bywash.exchange.moves import GatherSteps
 from bywash.moe.pipeline import build_schedule
@@ -58,4 +58,4 @@ def movement_gbytes_per_s(bench, split, moves, layers=4):
         variant.measure()
     variant.check()
     size = layers * split.lanes * split.chunks * layout.tokens * (2 * 2 * sizes.hidden + 12 * sizes.top_k)
-    return size * (RANKS - 1) / variant.median * 1e-6
+    return size * (bench.ranks - 1) / variant.median * 1e-6

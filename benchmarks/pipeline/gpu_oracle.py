@@ -18,7 +18,7 @@ SAMPLE, TOLERANCE = 8, 3e-2
 
 
 def check_oracle(bench, variant):
-    """Run layer 0 eagerly, on all tokens of both ranks, for a variant in one part, and print a verdict.
+    """Run layer 0 eagerly, on all tokens of all ranks, for a variant in one part, and print a verdict.
 
     Attention, experts and shared expert are judged by what they add (in `x + added` the rounding of x would count as
     error); norms, router and residual by their own oracles. What tokens attend to is the sample itself, being the

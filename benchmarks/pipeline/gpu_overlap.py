@@ -1,4 +1,4 @@
-"""Overlap on two GPUs: every split of the step, on NVLink, through the host's memory and over NCCL, beside baselines.
+"""Overlap on GPUs of one host: every split of the step, on NVLink, through host memory and over NCCL, beside baselines.
 
     PYTHONPATH=src:. python benchmarks/pipeline/gpu_overlap.py --budget-s 185 --out DIR
 
@@ -10,6 +10,7 @@ Z  as A, with weights of 0: not bound by power
 
 A layer is norm, attention (64 heads over 8 of keys, size 128), norm, router, routed experts, shared expert; baselines
 have the same stages in plain torch around an exchange by NCCL. S, A2 and Z run only when asked for.
+Experts are for two ranks; with --ranks N there are N / 2 times as many, so that a rank holds as many as here.
 
 Definitions. *Compute-only*: the same graph with nothing moved: kernels run on rows that an earlier step left.
 *Exposed*: step less compute-only. *Hidden*, from the profile of one replay: the share of the time in which rows or
@@ -23,11 +24,10 @@ most, and says what it leaves out. While a part runs, the next one's processes i
 import argparse
 import multiprocessing
 import os
-import sys
-import tempfile
 import time
-import traceback
 from concurrent.futures import ProcessPoolExecutor
+
+from benchmarks.rank_processes import GRACE_S, RankProcesses
 
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
 ENVIRONMENT = {
@@ -43,56 +43,16 @@ ENVIRONMENT = {
 }
 SHARE_S = {"A": 65, "Z": 65, "A2": 60, "C": 45, "E": 32, "C2": 50, "B": 25, "D": 20, "S": 20}
 """Of the budget, relative to the others that run."""
-GRACE_S = 8.0
-"""How long a part may overrun its share to print what it has."""
 
 
-def run_rank(rank, part, store_path, options, start):
+def run_rank(rank, store_path, start, part, options):
     """One rank of one part. Torch is imported here, after the environment is set, and then `start` awaited."""
     os.environ.update(ENVIRONMENT[part])
-    try:
-        from benchmarks.pipeline import gpu_parts
+    from benchmarks.pipeline import gpu_parts
 
-        options.until = start.get(timeout=600.0)
-        options.began = time.monotonic()
-        gpu_parts.run(part, rank, store_path, options)
-    except BaseException:
-        print(f"part {part}, rank {rank} failed:\n{traceback.format_exc(limit=-6)}", flush=True)
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)  # NCCL's and the driver's teardown order differs between versions
-
-
-class Part:
-    """Two rank processes, which wait for `run`."""
-
-    def __init__(self, name, options):
-        context, store_path = multiprocessing.get_context("spawn"), tempfile.mktemp()
-        self.name, self._starts = name, [context.Queue() for _ in range(2)]
-        self._ranks = [
-            context.Process(target=run_rank, args=(rank, name, store_path, options, start), daemon=True)
-            for rank, start in enumerate(self._starts)
-        ]
-        for process in self._ranks:
-            process.start()
-
-    def run(self, until, end):
-        """Let it begin nothing new after `until`; end what is left at `end`. Monotonic clock. Whether both ranks ended
-        well."""
-        began = time.monotonic()
-        print(f"\n===== part {self.name} {ENVIRONMENT[self.name] or ''}, share {until - began:.0f} s", flush=True)
-        for start in self._starts:
-            start.put(until)
-        for process in self._ranks:
-            process.join(max(0.1, end - time.monotonic()))
-        for process in self._ranks:
-            if process.is_alive():
-                print(f"part {self.name}: a rank is not done after {end - began:.0f} s; ended", flush=True)
-                process.kill()
-                process.join()
-        exits = [process.exitcode for process in self._ranks]
-        print(f"===== part {self.name}: {time.monotonic() - began:.0f} s, exits {exits}", flush=True)
-        return exits == [0, 0]
+    options.until = start.get(timeout=600.0)
+    options.began = time.monotonic()
+    gpu_parts.run(part, rank, store_path, options)
 
 
 def compile_one(job):
@@ -110,6 +70,7 @@ def main():
         "--parts", nargs="+", default=[p for p in ENVIRONMENT if p not in ("S", "A2", "Z")], choices=list(ENVIRONMENT)
     )
     parser.add_argument("--out", help="a folder for results and timelines")
+    parser.add_argument("--ranks", type=int, default=2, help="one on each GPU; with fewer GPUs they take turns")
     parser.add_argument("--budget-s", type=float, default=240.0, help="of the whole script, seconds")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--layers", type=int, default=0, help="instead of each part's own number")
@@ -122,14 +83,15 @@ def main():
 
 def run_all(options, began):
     parts, last = options.parts, began + options.budget_s
-    waiting = Part(parts[0], options)
+    waiting = RankProcesses(parts[0], options.ranks, run_rank, parts[0], options)
     compile_all(options)
     unit = (last - time.monotonic()) / sum(SHARE_S[part] for part in parts)
     until = time.monotonic()
     for number, part in enumerate(parts):
         current, more = waiting, parts[number + 1 :]
-        waiting = Part(more[0], options) if more else None
+        waiting = RankProcesses(more[0], options.ranks, run_rank, more[0], options) if more else None
         until += unit * SHARE_S[part]
+        print(f"\n===== part {part} {ENVIRONMENT[part] or ''}, share {until - time.monotonic():.0f} s", flush=True)
         good = current.run(min(until, last - 2.0), min(until + GRACE_S, last))
         if part == "S" and not good:
             print("the soak failed: times of what is wrong are of no use; stopped", flush=True)
@@ -143,7 +105,7 @@ def compile_all(options):
         return
     from benchmarks.pipeline.gpu_compile import names_for
 
-    began, names = time.monotonic(), names_for(options.parts)
+    began, names = time.monotonic(), names_for(options.parts, options.ranks)
     with ProcessPoolExecutor(len(names), mp_context=multiprocessing.get_context("spawn")) as pool:
         for future in [pool.submit(compile_one, name) for name in names]:
             try:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from benchmarks.pipeline.gpu_baselines import baselines
 from benchmarks.pipeline.gpu_bench import (
-    RANKS,
     Bench,
     add,
     add_alone,
@@ -20,6 +19,7 @@ from benchmarks.pipeline.gpu_bench import (
 from benchmarks.pipeline.gpu_movement import movement_gbytes_per_s, movement_of
 from benchmarks.pipeline.gpu_oracle import check_oracle, check_repeats
 from benchmarks.pipeline.gpu_report import choose, print_decision, profile_of
+from benchmarks.rank_processes import least_left_s
 
 from bywash.exchange.group import Group
 from bywash.exchange.moves import NcclMoves, PeerCopies
@@ -45,7 +45,7 @@ def part_a2(rank, store_path, options):
 def nvlink_part(rank, store_path, options, tokens, splits):
     """The unsplit step by kernels and by copies, and `splits` by copies, each also without movement."""
     bench = Bench(rank, store_path, options, sizes_of(options, layers=16, experts=64, tokens=tokens, sequence=4096))
-    bench.reserve_s = 16.0
+    bench.reserve_s = 1.0 if options.small else 16.0
     serial = add(bench, "serial, kernels", SERIAL, "kernels")
     if serial is None:
         return
@@ -54,7 +54,7 @@ def nvlink_part(rank, store_path, options, tokens, splits):
     for split in splits:
         add_with_alone(bench, split, "copies", PeerCopies, movement=True)
     add(bench, "serial, copies", SERIAL, "copies")
-    calls = 8 * 8192 // tokens
+    calls = 2 if options.small else 8 * 8192 // tokens
     compare(bench, calls=calls, warm=calls // 2)  # a second and more until clocks and power have settled
     print_decision(bench, (*splits, Split(chunks=2)))
     profile_all(bench, f"{splits[0]}, copies", f"{splits[1]}, copies")
@@ -246,28 +246,22 @@ def part_s(rank, store_path, options):
     """Random sizes, ways, counts and delays for as long as there is time; then without one semaphore: must fail."""
     from tests.pipeline import cuda_steps
 
-    torch.cuda.set_device(rank)
-    group = Group(rank=rank, ranks=RANKS, store=dist.FileStore(store_path, RANKS), deadline_s=20.0)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    ranks, gpus = options.ranks, torch.cuda.device_count()
+    group = Group(rank=rank, ranks=ranks, store=dist.FileStore(store_path, ranks), deadline_s=20.0)
     done, seed, longest = dict.fromkeys(cuda_steps.WAYS, 0), 5, 0.0
-    while soak_time_left(options) > longest + AFTER_SOAK_S:
+    while least_left_s(options.until) > longest + AFTER_SOAK_S:
         way, began = cuda_steps.WAYS[seed % len(cuda_steps.WAYS)], time.monotonic()
-        done[way] += cuda_steps.soak(group, RANKS, way, options.soak, seed)
+        done[way] += cuda_steps.soak(group, gpus, way, options.soak, seed)
         seed, longest = seed + 1, max(longest, time.monotonic() - began)
     if rank == 0:
         print(f"  soak: {done} steps, {sum(done.values())} in all, every one equal to serial", flush=True)
     for kinds in cuda_steps.NEEDED:
         try:
-            text = cuda_steps.soak_without(group, RANKS, kinds, 40)
+            text = cuda_steps.soak_without(group, gpus, kinds, 40)
         except Exception:
             text = traceback.format_exc(limit=-4)
         print(f"  without {' before '.join(kinds)}, rank {rank}: {text}", flush=True)
-
-
-def soak_time_left(options):
-    """Seconds, of the rank that has least."""
-    found = [None] * RANKS
-    dist.all_gather_object(found, options.until - time.monotonic())
-    return min(found)
 
 
 PARTS = {

@@ -46,7 +46,7 @@ def table(bench, clocks):
 
 
 def profile_of(bench, variant, *, detail=False):
-    """Shares of one replay, printed for both ranks; the timeline goes to `timelines.zip` in --out."""
+    """Shares of one replay, printed for every rank; the timeline goes to `timelines.zip` in --out."""
     if not bench.has(2.5, f"profile of {variant.name}"):
         return
     found, events, spans = None, [], None
