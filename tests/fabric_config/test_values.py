@@ -22,6 +22,7 @@ SMALL = {
         ({"switches": [{"hwsku": "X"}]}, r"switches\[0\]: give asic"),
         ({"colour": "red"}, "colour: there is no such field"),
         ({"mtu_bytes": 100}, "mtu_bytes = 100"),
+        ({"sending": {"active": 2, "pace_by_counts": 1.05}}, "sending.*give one"),
         ({"lossless": [{"priority": 3}, {"priority": 3, "dscp": [27]}]}, "share a priority"),
         ({"lossless": [{"priority": 3, "dscp": [64]}]}, "64: must be 0 to 63"),
         ({"cnp": {"priority": 3}}, "must not wait behind a pause"),

@@ -1,4 +1,4 @@
-"""Two hosts with two ranks each: starts jobs on them, ends ranks, collects what became of them."""
+"""Hosts with ranks, by default two with two each: starts jobs on them, ends ranks, collects what became of them."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.hosts.network import VETH, TwoHosts
 
-RANKS, PER_HOST = 4, 2
+PER_HOST = 2
 ANSWER_S = 100.0
 
 
@@ -20,9 +20,10 @@ class Cluster:
 
     _numbers = count()
 
-    def __init__(self, directory):
-        self.directory = directory
-        self.network = TwoHosts()
+    def __init__(self, directory, network=None, per_host=PER_HOST):
+        self.directory, self.per_host = directory, per_host
+        self.network = network or TwoHosts()
+        self.ranks = per_host * len(self.network.spaces)
         command = [sys.executable, "-m", "tests.hosts.agent"]
         self._agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
@@ -35,11 +36,11 @@ class Cluster:
         """Start a job of `tests.hosts.jobs` on all ranks; `environ(rank)` adds to a rank's environment."""
         number = next(self._numbers)
         pids, outs = [], []
-        for rank in range(RANKS):
-            host, local = divmod(rank, PER_HOST)
+        for rank in range(self.ranks):
+            host, local = divmod(rank, self.per_host)
             env = {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(RANKS),
+                "WORLD_SIZE": str(self.ranks),
                 "LOCAL_RANK": str(local),
                 "GROUP_RANK": str(host),
                 "MASTER_ADDR": self.network.address(0, cable),
@@ -56,9 +57,9 @@ class Cluster:
             pids.append(int(self._agent.stdout.readline()))
         return Job(pids, outs)
 
-    def run(self, job, **options):
+    def run(self, job, *, timeout_s=ANSWER_S, **options):
         """Start a job and return every rank's result; fails with what went wrong."""
-        answers = self.start(job, **options).answers()
+        answers = self.start(job, **options).answers(timeout_s=timeout_s)
         assert all("result" in answer for answer in answers), answers
         return [answer["result"] for answer in answers]
 
@@ -78,8 +79,9 @@ class Job:
         for rank in ranks:
             os.kill(self.pids[rank], how)
 
-    def answers(self, ranks=range(RANKS), timeout_s=ANSWER_S):
-        """What `ranks` have to say in the end; the others are ended."""
+    def answers(self, ranks=None, timeout_s=ANSWER_S):
+        """What `ranks` (all of them) have to say in the end; the others are ended."""
+        ranks = range(len(self.pids)) if ranks is None else ranks
         end = time.monotonic() + timeout_s
         try:
             while any(not self._outs[rank].exists() for rank in ranks):

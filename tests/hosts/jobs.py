@@ -18,7 +18,7 @@ from bywash.exchange import Group, open_exchange, rebuild
 from bywash.moe import ExpertParallel
 from bywash.moe.pipeline import Forward, Split, ThreadExecutor, build_schedule
 from bywash.routing import Routing
-from tests.hosts.network import counters
+from tests.hosts.network import counters, segments_again
 from tests.moe.common import Case, random_batch, random_experts
 
 SHAPE = {"hidden": 1024, "experts": 32, "top_k": 4}
@@ -27,11 +27,13 @@ LAYER = Case(
 )  # fmt: skip
 
 
-def batch(rank, step, tokens):
-    """Every token goes to four experts, all equally likely."""
+def batch(rank, step, tokens, hot=(1.0, ())):
+    """Every token goes to four experts, all equally likely but for (how many times as likely, which)."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(tokens, SHAPE["hidden"], generator=generator)
-    ids = torch.rand(tokens, SHAPE["experts"], generator=generator).topk(SHAPE["top_k"]).indices
+    draws = torch.rand(tokens, SHAPE["experts"], generator=generator)
+    draws[:, list(hot[1])] **= 1 / hot[0]  # Efraimidis and Spirakis: the largest u^(1/w) are a weighted sample
+    ids = draws.topk(SHAPE["top_k"]).indices
     return x, Routing(ids_TK=ids, weights_TK=torch.rand(ids.shape, generator=generator), num_experts=SHAPE["experts"])
 
 
@@ -98,6 +100,41 @@ def time_steps(rank, ranks, store, deadline_s, *, tokens, steps):
             sent[name] = counters()[0] - before[0]
     group.close()
     return {name: {"ms": statistics.median(times[name][1:]), "bytes": sent[name]} for name in ways}
+
+
+def schedule_steps(rank, ranks, store, deadline_s, *, tokens, last_tokens, hot, schedules, rounds):
+    """One dispatch and combine by each schedule, whose outputs are compared; interleaved rounds, the first left out.
+
+    The last rank has `last_tokens`, and experts of rank 0 weigh `hot` times as much as others. Of each, by round: `ms`,
+    segments that TCP sent again from this host (`again`), rows that left it (`out`) and came to it (`into`).
+    """
+    torch.set_num_threads(1)
+    group = Group(rank=rank, ranks=ranks, store=store, deadline_s=deadline_s)
+    placement = Placement.equal(SHAPE["experts"], ranks)
+    mine = last_tokens if rank == ranks - 1 else tokens
+    x, routing = batch(rank, 0, mine, hot=(hot, placement.experts_of(0)))
+    exchanges = {
+        text: open_exchange("hierarchical", group, combine_mode="fast", node_schedule=text) for text in schedules
+    }
+    found, wanted = {text: [] for text in schedules}, None
+    for _ in range(rounds + 1):
+        for text, exchange in exchanges.items():
+            torch.distributed.barrier()
+            again, began = segments_again(), time.perf_counter()
+            before = replace(exchange.traffic)
+            counts_RE = exchange.counts(routing.counts_E().int().numpy())
+            received, handle = exchange.dispatch(x, routing, plan_step(counts_RE, placement))
+            output = exchange.combine(handle, doubled(received))
+            torch.distributed.barrier()
+            ms = 1e3 * (time.perf_counter() - began)
+            wanted = output if wanted is None else wanted
+            assert torch.equal(output, wanted), text
+            out, into = (getattr(exchange.traffic, k) - getattr(before, k) for k in ("rows_sent", "rows_returned"))
+            found[text].append({"ms": ms, "again": segments_again() - again, "out": out, "into": into})
+    for exchange in exchanges.values():
+        exchange.close()
+    group.close()
+    return {text: each[1:] for text, each in found.items()}
 
 
 def prefill(rank, ranks, store, deadline_s, *, mode, prompts, length):

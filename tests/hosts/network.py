@@ -110,6 +110,14 @@ def ip(*arguments):
     subprocess.run(["ip", *arguments], check=True)
 
 
+def segments_again():
+    """TCP segments that this process's host has sent more than once."""
+    names, values = (
+        line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line[:4] == "Tcp:"
+    )
+    return int(values[names.index("RetransSegs")])
+
+
 def counters():
     """(bytes, packets) that this process's host has sent over the veth."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():

@@ -65,6 +65,7 @@ def test_fewer_bytes_than_a_flat_exchange_without_deduplication(measured):
 def test_bywash_run_gives_the_bits_of_one_process(cluster, tmp_path):
     out = tmp_path / "out.json"
     options = {"prompts": 8, "micro_batch": 1, "overlap": "microbatch", "tokens": 4}
+    options |= {"node_schedule": "by-counts:1,1.05"}  # two lanes: two steps are in flight
     cluster.run("bywash_run", check=True, json=str(out), deadline_s=20, **options)
     report = json.loads(out.read_text())
     assert report["exchange"] == "hierarchical"

@@ -13,7 +13,7 @@ from bywash.errors import ConfigError
 from bywash.exchange import LocalExchange, open_exchange
 from bywash.exchange.hierarchical import HierarchicalExchange
 from bywash.exchange.host_map import HostMap
-from bywash.exchange.node_schedule import PIECE_BYTES, NodeSchedule, cut, pieces
+from bywash.exchange.node_schedule import LEAST_PIECE_BYTES, MOST_PIECE_BYTES, NodeSchedule, Place, cut, pieces
 from bywash.moe import ExpertParallel, SlotPool, expert_parallel_naive
 from tests.moe.common import Case, layer_cases, random_batch, random_experts
 
@@ -52,7 +52,7 @@ def layer_steps(group, case, names, steps, schedule="together", slots=0):
 @given(
     case=layer_cases(["exact", "stable", "fast"], ranks=(2, 4), inner=24, tokens=(0, 0, 1, 5, 17, 33), skews=(0.0,)),
     names=st.lists(st.sampled_from("aabbc"), min_size=4, max_size=4),
-    schedule=st.sampled_from(["together", "rotated", "staggered:1", "paced:0.5"]),
+    schedule=st.sampled_from(["together", "rotated", "staggered:1", "paced:0.5", "by-counts:0.5"]),
 )
 def test_any_map_of_ranks_to_hosts_gives_the_bits_of_one_rank_and_of_shm(pools, case, names, schedule):
     everything = random_experts(case.experts, case.hidden, case.inner, case.dtype, case.seed)
@@ -109,11 +109,17 @@ def test_every_rank_has_one_gateway_on_every_other_host(names):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("random", "choose one of together, rotated, staggered, paced"),
+        ("random", "choose one of together, rotated, staggered, paced, by-counts"),
         ("rotated:5", "rotated takes no rate"),
         ("paced", "give the rate of a host's link in Gb/s, such as paced:25"),
         ("staggered:-1", "such as staggered:25"),
         ("paced:nan", "such as paced:25"),
+        ("paced:25,1.05", "such as paced:25"),
+        ("by-counts", "such as by-counts:25"),
+        ("by-counts:,2", "such as by-counts:25"),
+        ("by-counts:25,", "up to 10, such as by-counts:25,1.05"),
+        ("by-counts:25,0", "above 0"),
+        ("by-counts:25,1,2", "above 0"),
     ],
 )
 def test_schedules_that_cannot_be_are_refused(text, words):
@@ -122,32 +128,71 @@ def test_schedules_that_cannot_be_are_refused(text, words):
 
 
 def test_schedules_read_as_they_are_written():
-    for text in ("together", "rotated", "staggered:25", "paced:0.2"):
+    for text in ("together", "rotated", "staggered:25", "paced:0.2", "by-counts:400", "by-counts:25,1.05"):
         assert str(NodeSchedule.parse(text)) == text
 
 
 @given(
-    sizes=st.dictionaries(st.integers(1, 9), st.integers(0, 3 * PIECE_BYTES), max_size=6),
-    text=st.sampled_from(["together", "rotated", "staggered:10", "paced:10"]),
+    sizes=st.dictionaries(st.integers(1, 9), st.integers(0, 3 * MOST_PIECE_BYTES), max_size=6),
+    text=st.sampled_from(["together", "rotated", "staggered:10", "paced:10", "by-counts:8,1.25", "paced:0.1"]),
     per_host=st.integers(1, 8),
+    seed=st.integers(0, 7),
 )
-def test_every_byte_is_sent_once_in_order_and_never_above_the_rate(sizes, text, per_host):
-    schedule = NodeSchedule.parse(text)
-    sent = pieces(schedule, sizes, {rank: rank for rank in sizes}, per_host)
+def test_every_byte_is_sent_once_in_order_and_never_above_the_rate(sizes, text, per_host, seed):
+    schedule, place = NodeSchedule.parse(text), Place(hosts=10, per_host=per_host, index=seed % per_host)
+    due_bytes = {rank: 3 * size for rank, size in sizes.items()}
+    sent = pieces(schedule, sizes, {rank: rank for rank in sizes}, place, due_bytes)
     assert [piece.due_s for piece in sent] == sorted(piece.due_s for piece in sent)
     for rank, size in sizes.items():
         mine = [(piece.start, piece.stop) for piece in sent if piece.rank == rank]
         assert mine == cut(size, schedule)
         assert sum(stop - start for start, stop in mine) == size
-    flows = per_host * sum(size > 0 for size in sizes.values())
-    for piece in sent:
-        if schedule.name == "paced":  # what a link is given by then, were all that share it alike
-            assert piece.due_s == pytest.approx(flows * piece.start * 8 / 10e9)
-        elif schedule.name != "staggered":
-            assert piece.due_s == 0
+        if schedule.in_pieces and size:
+            flows = 3 if schedule.by_counts else per_host * sum(size > 0 for size in sizes.values())
+            whole_s = (
+                flows * size * 8e-9 / (0.1 if text == "paced:0.1" else 10)
+            )  # what a link needs for all, were all alike
+            due_s = [piece.due_s for piece in sent if piece.rank == rank]
+            assert due_s == pytest.approx([(n + place.phase(rank)) * whole_s / len(mine) for n in range(len(mine))])
+    assert schedule.in_pieces or schedule.name == "staggered" or all(piece.due_s == 0 for piece in sent)
+
+
+@pytest.mark.parametrize(
+    ("text", "piece_bytes"),
+    [
+        ("paced:0.1", LEAST_PIECE_BYTES),
+        ("by-counts:10", 100_000),
+        ("by-counts:10,2", 100_000),
+        ("paced:400", 256 << 10),
+    ],
+)
+def test_pieces_take_the_link_as_long_whatever_its_rate_between_two_sizes(text, piece_bytes):
+    assert cut(2 * piece_bytes + 1, NodeSchedule.parse(text)) == [
+        (0, piece_bytes), (piece_bytes, 2 * piece_bytes), (2 * piece_bytes, 2 * piece_bytes + 1)
+    ]  # fmt: skip
+
+
+@given(hosts=st.integers(2, 9), per_host=st.integers(1, 8))
+def test_senders_to_one_host_and_receivers_of_one_sender_take_turns(hosts, per_host):
+    """With messages alike a link to a host carries one piece at a time, and so does the link of a host that sends."""
+    phases = {
+        (host, index): [Place(hosts=hosts, per_host=per_host, index=index).phase((0 - host) % hosts)]
+        for host in range(1, hosts)
+        for index in range(per_host)
+    }
+    to_host_0 = sorted(phase for each in phases.values() for phase in each)
+    wanted = [turn / len(phases) for turn in range(len(phases))]
+    assert to_host_0 == pytest.approx(wanted)
+    from_host_0 = [
+        Place(hosts=hosts, per_host=per_host, index=index).phase(distance)
+        for distance in range(1, hosts)
+        for index in range(per_host)
+    ]
+    assert sorted(from_host_0) == pytest.approx(wanted)
 
 
 def test_staggered_turns_begin_a_mean_message_apart():
     schedule = NodeSchedule.parse("staggered:8")
-    due = {piece.rank: piece.due_s for piece in pieces(schedule, {3: 10**6, 5: 3 * 10**6}, {3: 2, 5: 1}, 2)}
+    place = Place(hosts=3, per_host=2, index=0)
+    due = {piece.rank: piece.due_s for piece in pieces(schedule, {3: 10**6, 5: 3 * 10**6}, {3: 2, 5: 1}, place)}
     assert due == {5: 0.0, 3: pytest.approx(4e-3)}

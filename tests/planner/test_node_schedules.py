@@ -8,11 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from bywash.cli.fabric import app
-from bywash.exchange.node_schedule import SCHEDULES
+from bywash.errors import ConfigError
+from bywash.exchange.node_schedule import SCHEDULES, NodeSchedule
 from bywash.fabric import single_switch
 from bywash.fabric.profiles import profile
 from bywash.planner import LayerBytes, Wire, round_trip_us
-from bywash.planner.node_schedules import NODE_SCHEDULES, ScheduleCost, fastest, schedule_costs
+from bywash.planner.node_schedules import NODE_SCHEDULES, ScheduleCost, fastest, option, schedule_costs
 
 
 def costs_of(bytes_HH):
@@ -30,6 +31,12 @@ def cost(schedule, layer_us):
 
 def test_schedules_are_those_of_the_exchange():
     assert tuple(NODE_SCHEDULES) == SCHEDULES
+    for name in SCHEDULES:
+        text = option(name).removeprefix("--node-schedule ")
+        assert NodeSchedule.parse(text.replace("GBPS", "25")).name == name
+        if text != name:
+            with pytest.raises(ConfigError, match="give the rate"):
+                NodeSchedule.parse(text)
 
 
 def test_no_schedule_beats_the_bound_and_pacing_keeps_queues_short():
@@ -38,7 +45,9 @@ def test_no_schedule_beats_the_bound_and_pacing_keeps_queues_short():
     costs = costs_of(bytes_HH)
     print({name: (one.layer_us / one.bound_us, one.peak_queue_bytes) for name, one in costs.items()})
     assert all(1.0 <= one.layer_us / one.bound_us < 2.0 for one in costs.values()), costs
-    assert costs["paced"].peak_queue_bytes < costs["together"].peak_queue_bytes / 4
+    for name in ("paced", "by-counts"):
+        assert costs[name].peak_queue_bytes < costs["together"].peak_queue_bytes / 4
+    assert costs["by-counts"].layer_us < costs["paced"].layer_us
 
 
 def test_the_fastest_must_be_worth_it():

@@ -60,14 +60,14 @@ def schedules(
         str | None, typer.Option("--json", help="write the numbers to a file, or - to print them")
     ] = None,
 ) -> None:
-    """Simulate the node leg all at once, rotated, staggered and paced; say which is fastest and by how much."""
+    """Simulate the node leg by every --node-schedule; say which is fastest and by how much."""
     from dataclasses import replace
 
     from rich.table import Table
 
     from bywash.fabric.files import parse_short
     from bywash.planner import Compute, Router, RowFormat
-    from bywash.planner.node_schedules import fastest, schedule_costs
+    from bywash.planner.node_schedules import fastest, option, schedule_costs
 
     writable(json_to, "--json", or_stdout=True)
     router = Router(top_k=topk, groups=groups, top_groups=top_groups)
@@ -104,4 +104,4 @@ def schedules(
             f"{len(exchange.layers)} layers"
         )
         stdout_console().print(table)
-        typer.echo(f"fastest: {best.schedule}, {why}; with the exchange: --node-schedule {best.schedule}")
+        typer.echo(f"fastest: {best.schedule}, {why}; with the exchange: {option(best.schedule)}")

@@ -109,7 +109,8 @@ def run(
     ),
     node_schedule: str = typer.Option(
         "together",
-        help="Order of sending between hosts: together, rotated, staggered:GBPS or paced:GBPS (docs/hosts.md).",
+        help="Order of sending between hosts: together, rotated, staggered:GBPS, paced:GBPS or by-counts:GBPS[,FACTOR] "
+        "(docs/hosts.md).",
     ),
     timeline: str | None = typer.Option(
         None, help="Write when each stage ran to this file, for Perfetto or chrome://tracing (.json)."

@@ -8,8 +8,8 @@ all-to-all without deduplication sends 2. docs/hosts.md explains the protocol an
 Shapes: T tokens of this rank, K experts per token, D hidden, R ranks, H hosts, E experts, P rows given out here (own
 ones, then those of the sources that this rank is gateway for, in rank order), N rows received, M pairs.
 
-`node_leg` carries messages between hosts, `inner_leg` rows inside one, `node_rows` is the arithmetic; this file the
-order of events. Unequal numbers of ranks per host are fine: see `HostMap.gateway`.
+`node_leg` carries messages between hosts, `inner_leg` rows inside one, `node_header` says what comes, `node_rows` and
+`node_due` are the arithmetic; this file the order of events. Hosts may have unequal numbers of ranks (`HostMap`).
 """
 
 from collections.abc import Callable, Iterator
@@ -30,14 +30,12 @@ from bywash.exchange.group import Group
 from bywash.exchange.host_map import HostMap
 from bywash.exchange.inner_leg import InnerLeg
 from bywash.exchange.names import Combine
+from bywash.exchange.node_due import Due, due_by_host, due_words
+from bywash.exchange.node_header import DTYPES, Header
 from bywash.exchange.node_leg import Message, NodeLeg, Transfer
 from bywash.exchange.node_rows import NodeRows, Outputs
 from bywash.exchange.node_schedule import NodeSchedule
 from bywash.routing import Routing
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HEADER = 5
-"""Words before the counts in a header: rows, digest of the plan, hidden size, top-k, dtype."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +47,8 @@ class _Step:
         rows_H: what each host computes for them.
         kind: what comes back.
         rows: on their way to and from gateways.
-        counts: rows per expert of this rank and of those that it is gateway for, this one first.
+        headers: of this rank and of those that it is gateway for, this one first.
+        due: what crosses to each host in all; only where the schedule needs it.
         inner: the step of the inner leg.
         given: rows given out here, by the rank they belong to, this one first.
         names_PK, weights_PK: of the rows given out.
@@ -59,7 +58,8 @@ class _Step:
     rows_H: list[NodeRows]
     kind: Outputs
     rows: Transfer
-    counts: dict[int, Tensor]
+    headers: dict[int, Header]
+    due: Due | None
     inner: Handle | None = None
     given: dict[int, int] = field(default_factory=dict)
     names_PK: Tensor | None = None
@@ -112,7 +112,7 @@ class HierarchicalExchange(Exchange):
             mine = torch.from_numpy(np.ascontiguousarray(counts_E, np.int32))
             into = {source: torch.empty_like(mine) for source in self._sources}
             self._leg.trade(Message.COUNTS, dict.fromkeys(self._gateways, mine), into, "gathering counts")
-            counts_RE = self._spread_counts(inner, {self.rank: mine} | into)
+            counts_RE = self._spread(inner, {self.rank: mine} | into)
             self._count_bytes()
             return counts_RE
 
@@ -120,24 +120,27 @@ class HierarchicalExchange(Exchange):
         """See `Exchange.dispatch_start`."""
         self._check_step(x_TD, routing, plan)
         with self._telling():
-            self._open(routing.num_experts)
+            inner = self._open(routing.num_experts)
             rows_H = node_rows.rows_per_host(routing, plan, self.rank, self.hosts)
             others = [rows for host, rows in enumerate(rows_H) if host != self._here]
-            counts_E = routing.counts_E().to(torch.int32)
             x_TD = x_TD.detach()
-            headers = self._trade_headers(x_TD, routing.top_k, others, plan, counts_E)
+            mine = self._header(x_TD, routing, plan, others)
+            headers = self._trade_headers(mine, others)
+            due = self._spread_due(inner, {self.rank: mine} | headers)
             record_bytes = x_TD.shape[1] * x_TD.element_size() + 8 * routing.top_k
-            into = {r: torch.empty(int(h[0]), record_bytes, dtype=torch.uint8) for r, h in headers.items()}
+            into = {rank: torch.empty(one.rows, record_bytes, dtype=torch.uint8) for rank, one in headers.items()}
             records = dict(zip(self._gateways, (_pack(x_TD, rows) for rows in others), strict=True))
+            due_bytes_H = due.rows_H * record_bytes if due is not None else None
             step = _Step(
                 x_TD=x_TD,
                 rows_H=rows_H,
                 kind=self._kind(plan),
-                rows=self._leg.begin(Message.ROWS, records, into, "dispatching rows"),
-                counts={self.rank: counts_E} | {rank: header[_HEADER:] for rank, header in headers.items()},
+                rows=self._leg.begin(Message.ROWS, records, into, "dispatching rows", due_bytes_H),
+                headers={self.rank: mine} | headers,
+                due=due,
             )
         self.traffic.rows_sent += sum(rows.tokens_P.numel() for rows in others)
-        self.traffic.logical_bytes += 2 * int(counts_E.sum()) * x_TD.shape[1] * x_TD.element_size()
+        self.traffic.logical_bytes += 2 * int(mine.counts_E.sum()) * x_TD.shape[1] * x_TD.element_size()
         return Handle(routing=routing, plan=plan, state={"step": step})
 
     def dispatch_finish(self, handle: Handle) -> Received:
@@ -150,7 +153,7 @@ class HierarchicalExchange(Exchange):
             with self._inside(inner):
                 step.inner = inner.begin(rows_PD, step.names_PK, step.weights_PK, handle.plan.digest)
                 received = inner.arrive(step.inner)
-            counts_RE = self._spread_counts(inner, step.counts)
+            counts_RE = self._spread(inner, {rank: header.counts_E for rank, header in step.headers.items()})
         rows_from_R = np.zeros(self.ranks, np.int64)
         rows_from_R[list(self.hosts.members[self._here])] = received.rows_from_R
         self.traffic.steps += 1
@@ -229,6 +232,7 @@ class HierarchicalExchange(Exchange):
                 self.hosts.neighbours(self.rank),
                 experts=experts,
                 parts=1 + most,
+                words=max(experts, self.hosts.hosts + 1),
                 sums=self.combine_mode == "fast",
             )
             self._experts = experts
@@ -242,35 +246,46 @@ class HierarchicalExchange(Exchange):
                 f"exchange hierarchical: a plan for {plan.rows_R.size} ranks and {plan.rank_E.size} experts; this step "
                 f"has {self.ranks} and {routing.num_experts}"
             )
-        if x_TD.dtype not in _DTYPES or x_TD.device.type != "cpu" or x_TD.dim() != 2:
-            raise ConfigError(f"exchange hierarchical: rows are {x_TD.dtype} on {x_TD.device}, not {_DTYPES} on cpu")
+        if x_TD.dtype not in DTYPES or x_TD.device.type != "cpu" or x_TD.dim() != 2:
+            raise ConfigError(f"exchange hierarchical: rows are {x_TD.dtype} on {x_TD.device}, not {DTYPES} on cpu")
         if x_TD.shape[0] != routing.tokens:
             raise ConfigError(f"exchange hierarchical: rows {list(x_TD.shape)} for {routing.tokens} routed tokens")
 
-    def _trade_headers(
-        self, x_TD: Tensor, top_k: int, others: list[NodeRows], plan: StepPlan, counts_E: Tensor
-    ) -> dict[int, Tensor]:
+    def _header(self, x_TD: Tensor, routing: Routing, plan: StepPlan, others: list[NodeRows]) -> Header:
+        """This rank's, with what `by-counts` wants known."""
+        due_W = np.empty(0, np.int32)
+        if self._schedule.by_counts:
+            sizes = [rows.tokens_P.numel() for rows in others]
+            due_W = due_words(sizes, sum(self._outputs_per_host(others, plan)), self._here)
+        return Header(
+            digest=plan.digest,
+            shape=(x_TD.shape[1], routing.top_k, DTYPES.index(x_TD.dtype)),
+            counts_E=routing.counts_E().to(torch.int32),
+            due_W=torch.from_numpy(due_W),
+        )
+
+    def _outputs_per_host(self, others: list[NodeRows], plan: StepPlan) -> list[int]:
+        """How many come back to this rank from each other host."""
+        kind = self._kind(plan)
+        return [node_rows.outputs_per_host(rows, kind, self._experts, plan.rank_E) for rows in others]
+
+    def _trade_headers(self, mine: Header, others: list[NodeRows]) -> dict[int, Header]:
         """Tell gateways what will come; every source's header, checked: same plan, same shapes."""
-        shape = [plan.digest, x_TD.shape[1], top_k, _DTYPES.index(x_TD.dtype)]
-        headers = {
-            gateway: torch.cat([_words([rows.tokens_P.numel(), *shape]), counts_E])
-            for gateway, rows in zip(self._gateways, others, strict=True)
+        words = {
+            gateway: mine.words(rows.tokens_P.numel()) for gateway, rows in zip(self._gateways, others, strict=True)
         }
-        into = {rank: torch.empty(_HEADER + self._experts, dtype=torch.int32) for rank in self._sources}
-        self._leg.trade(Message.HEADER, headers, into, "agreeing on the plan")
-        for rank, header in into.items():
-            digest, *theirs = header[1:_HEADER].numpy().view(np.uint32).tolist()
-            if digest != plan.digest:
-                raise PlanMismatchError(
-                    f"rank {rank} planned this step differently (digest {digest:#010x}, rank {self.rank} has "
-                    f"{plan.digest:#010x}); no row was read. All ranks must run the same bywash with the same options",
-                    [rank],
-                )
-            if theirs != shape[1:]:
-                raise ConfigError(
-                    f"rank {rank} sends rows of {_shape_text(theirs)}; rank {self.rank} has {_shape_text(shape[1:])}"
-                )
-        return into
+        into = {rank: torch.empty(mine.size, dtype=torch.int32) for rank in self._sources}
+        self._leg.trade(Message.HEADER, words, into, "agreeing on the plan")
+        headers = {rank: mine.read(theirs) for rank, theirs in into.items()}
+        for rank, theirs in headers.items():
+            mine.check(theirs, rank, self.rank)
+        return headers
+
+    def _spread_due(self, inner: InnerLeg, headers: dict[int, Header]) -> Due | None:
+        """What each host is due in this step, for the schedule that asks."""
+        if not self._schedule.by_counts:
+            return None
+        return due_by_host(self._spread(inner, {rank: header.due_W for rank, header in headers.items()}), self.hosts)
 
     def _receive_rows(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, names and weights of all tokens that this rank gives out: own ones, then each source's."""
@@ -314,26 +329,27 @@ class HierarchicalExchange(Exchange):
         sent = {rank: _as_bytes(part) for rank, part in back.items() if rank != self.rank}
         row_bytes = step.x_TD.shape[1] * step.x_TD.element_size()
         coming = [rows for host, rows in enumerate(step.rows_H) if host != self._here]
-        sizes = [node_rows.outputs_per_host(rows, step.kind, self._experts, handle.plan.rank_E) for rows in coming]
+        sizes = self._outputs_per_host(coming, handle.plan)
         into = {
             rank: torch.empty(size, row_bytes, dtype=torch.uint8)
             for rank, size in zip(self._gateways, sizes, strict=True)
         }
-        self._leg.trade(Message.OUTPUTS, sent, into, "waiting for outputs")
+        due_bytes_H = step.due.outputs_H * row_bytes if step.due is not None else None
+        self._leg.trade(Message.OUTPUTS, sent, into, "waiting for outputs", due_bytes_H)
         self.traffic.rows_returned += sum(part.shape[0] for part in sent.values())
         parts = [part.view(step.x_TD.dtype).view(-1, step.x_TD.shape[1]) for part in into.values()]
         parts.insert(self._here, back[self.rank])
         return parts
 
-    def _spread_counts(self, inner: InnerLeg, known: dict[int, Tensor]) -> NDArray[np.int32]:
-        """Every rank's counts, [R, E], from those that each gateway of this host has."""
+    def _spread(self, inner: InnerLeg, known: dict[int, Tensor]) -> NDArray[np.int32]:
+        """Every rank's int32 [W] words as [R, W], from those that each gateway of this host has, its own first."""
         with self._inside(inner):
-            counts_LSE = inner.share_counts(torch.stack(list(known.values())).numpy())
-        counts_RE = np.empty((self.ranks, self._experts), np.int32)
-        for rank, counts_SE in zip(self.hosts.members[self._here], counts_LSE, strict=True):
-            for source, counts_E in zip([rank, *self.hosts.sources(rank)], counts_SE, strict=False):
-                counts_RE[source] = counts_E
-        return counts_RE
+            words_LSW = inner.share(torch.stack(list(known.values())).numpy())
+        words_RW = np.empty((self.ranks, words_LSW.shape[2]), np.int32)
+        for rank, words_SW in zip(self.hosts.members[self._here], words_LSW, strict=True):
+            for source, words_W in zip([rank, *self.hosts.sources(rank)], words_SW, strict=False):
+                words_RW[source] = words_W
+        return words_RW
 
     def _count_bytes(self) -> None:
         inside = self._inner.traffic.wire_bytes if self._inner is not None else 0
@@ -377,15 +393,6 @@ def _pack(x_TD: Tensor, rows: NodeRows) -> Tensor:
     """uint8 [P, record]: hidden vector, K int32 names, K float32 weights."""
     parts = (x_TD[rows.tokens_P], rows.names_PK.to(torch.int32), rows.weights_PK)
     return torch.cat([_as_bytes(part) for part in parts], dim=1)
-
-
-def _words(values: list[int]) -> Tensor:
-    """int32 words with the bits of unsigned values."""
-    return torch.from_numpy(np.array(values, np.uint32).view(np.int32))
-
-
-def _shape_text(shape: list[int]) -> str:
-    return f"hidden {shape[0]}, top-{shape[1]}, {_DTYPES[shape[2]]}"
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -30,28 +30,32 @@ from bywash.routing import Routing
 class InnerLeg(ShmExchange):
     """`shm` with ids that name the computing rank, and outputs that need not be summed."""
 
-    def __init__(self, group: Group, members: Sequence[int], *, experts: int, parts: int, sums: bool) -> None:
+    def __init__(
+        self, group: Group, members: Sequence[int], *, experts: int, parts: int, words: int, sums: bool
+    ) -> None:
         """Join the ranks of this host.
 
         Args:
             group: the whole job.
             members: its ranks on this host.
             experts: E.
-            parts: into how many vectors of E counts `share_counts` has to fit, at most.
+            parts: how many vectors `share` has to fit, at most.
+            words: of how many words each, at most.
             sums: whether outputs come back summed per row (see `combine_pairs` for the other way).
         """
         part = Part(group, members)
         mode: Combine = "fast" if sums else "exact"
         super().__init__(part, combine_mode=mode)
         self._experts = experts
-        self._names = max(len(members), parts) * experts
+        self._names, self._parts = max(len(members) * experts, parts * words), parts
         self._members, self._host_name = part.members, part.peers[part.rank].host_name
 
-    def share_counts(self, counts_SE: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Every rank's [S, E] counts, as int32 [L, parts, E]; missing rows are 0."""
+    def share(self, words_SW: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Every rank's [S, W] words, none negative, as int32 [L, parts, W]; missing rows are 0."""
+        width = words_SW.shape[1]
         padded = np.zeros(self._names, np.int32)
-        padded[: counts_SE.size] = counts_SE.ravel()
-        return self.counts(padded).reshape(self.ranks, -1, self._experts)
+        padded[: words_SW.size] = words_SW.ravel()
+        return self.counts(padded)[:, : self._parts * width].reshape(self.ranks, self._parts, width)
 
     def begin(self, rows_PD: Tensor, names_PK: Tensor, weights_PK: Tensor, digest: int) -> Handle:
         """Give rows out. `names_PK`: index of the computing rank x E + expert, -1 for none."""

@@ -22,8 +22,11 @@ NODE_SCHEDULES: dict[str, Schedule] = {
     "rotated": "rotated",
     "staggered": "staggered",
     "paced": "paced",
+    "by-counts": "by-counts",
 }
 """The exchange's schedules by their names there, and what the simulator calls them."""
+RATED = ("staggered", "paced", "by-counts")
+"""Those to which the exchange has to be told the rate of a host's link."""
 MARGIN = 1.02
 """`together` needs no rate and no clock: another schedule must be this much faster to be worth it."""
 
@@ -116,3 +119,8 @@ def fastest(costs: Sequence[ScheduleCost]) -> tuple[ScheduleCost, str]:
     if gain <= MARGIN:
         return together, f"no other is faster by more than {MARGIN - 1:.0%}"
     return best, f"{gain:.2f}x faster than together"
+
+
+def option(schedule: str) -> str:
+    """What to give `bywash run` for a schedule, with what is to be filled in: `--node-schedule paced:GBPS`."""
+    return f"--node-schedule {schedule}" + (":GBPS" if schedule in RATED else "")

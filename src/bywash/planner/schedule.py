@@ -126,8 +126,8 @@ def moe_flows(
 ) -> Flows:
     """Dispatch and combine of all layers in sequence, as the fabric's traffic.
 
-    Queue pairs, and with them their rate state, persist over layers; except with `paced`, where every exchange has
-    its own, since a queue pair has one pace. A message is split evenly over `qps_per_pair`, which ECMP hashes apart.
+    Queue pairs, and with them their rate state, persist over layers; except with `paced`, where every exchange has its
+    own, so that a cut ends with the exchange. A message is split evenly over `qps_per_pair`, which ECMP hashes apart.
 
     Raises:
         ConfigError: hosts of the topology and of the matrices differ, an unknown schedule, or nothing to send.

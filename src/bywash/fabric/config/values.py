@@ -133,6 +133,12 @@ class SendingValues(_Strict):
     pace_gbps: float = Field(default=0.0, ge=0)
     pace_by_counts: float = Field(default=0.0, ge=0)
 
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.pace_by_counts and self.active:
+            raise ValueError("pace_by_counts is for messages that start together, active starts them in turn: give one")
+        return self
+
 
 class NicValues(_Strict):
     """Host side. Lists are in the order of a server's NICs; `{n}` in a pattern is the NIC's number in its server."""
