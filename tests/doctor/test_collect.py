@@ -107,7 +107,9 @@ def test_a_hand_made_directory_is_not_complete(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"not an archive", gzip.compress(b"not a tar"), gzip.compress(b"x" * 5000)[:50]]
+    "content",
+    [b"", b"not an archive", gzip.compress(b"not a tar"), gzip.compress(b"x" * 5000)[:50]],
+    ids=["empty", "text", "no tar", "cut off"],  # bytes hold the time, and two collections must agree
 )
 def test_no_archive(tmp_path, content):
     (tmp_path / "bad.tar.gz").write_bytes(content)
