@@ -177,7 +177,10 @@ def compare(planner, rng, placement, limits, directory, plans):
     return spilled
 
 
-@shapes
+@pytest.mark.parametrize(
+    ("ranks", "experts", "slots"),
+    [pytest.param(*s, marks=[pytest.mark.slow] * (s[0] == 64), id="-".join(map(str, s))) for s in SHAPES],
+)
 def test_an_emulated_block_equals_the_cpu(ranks, experts, slots, emulated):
     planner, rng = emulated(ranks, experts, slots), np.random.default_rng(ranks)
     spilled = sum(compare(planner, rng, *random_setting(rng, ranks, experts, slots), plans=6) for _ in range(5))

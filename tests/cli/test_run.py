@@ -27,14 +27,21 @@ def run_checked(tmp_path, model, ranks, *more):
     return json.loads(out.read_text())
 
 
+MODELS = {
+    "qwen3-moe-tiny": ("auto", (1, 2, 4)),
+    "mixtral-tiny": ("gloo", (1, 3)),
+    "olmoe-tiny": ("shm", (1, 2)),
+    "deepseek-v3-tiny": ("shm", (1, 4)),
+    "gpt-oss-tiny": ("shm", (1, 2)),
+}
+"""Exchange and numbers of ranks: each number with some model in the default lane, with every model in the slow one."""
+
+
 @pytest.mark.parametrize(
     ("model", "exchange", "sizes"),
     [
-        ("qwen3-moe-tiny", "auto", (1, 2, 3, 4)),
-        ("mixtral-tiny", "gloo", (1, 2, 3, 4)),
-        ("olmoe-tiny", "shm", (1, 2, 4)),
-        ("deepseek-v3-tiny", "shm", (1, 2, 4)),
-        ("gpt-oss-tiny", "shm", (1, 2, 4)),
+        *((model, exchange, sizes) for model, (exchange, sizes) in MODELS.items()),
+        *(pytest.param(m, exchange, (1, 2, 3, 4), marks=pytest.mark.slow) for m, (exchange, _) in MODELS.items()),
     ],
 )
 def test_any_number_of_ranks_gives_the_logits_of_one_process(tmp_path, model, exchange, sizes):
