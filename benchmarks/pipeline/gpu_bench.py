@@ -57,8 +57,6 @@ class Bench:
         self.sizes, self.local = sizes, sizes.experts // self.ranks
         self.placement = Placement.equal(sizes.experts, self.ranks)
         self.weights = random_weights(sizes, self.local, self.rank)
-        if self.options.part == "Z":
-            self.still_products()
         self.variants, self._experts, self.reference = {}, {}, None
         self.inputs = [self._input(seed) for seed in range(2)]
         self.counts = (sizes.tokens, int(sizes.tokens * LESS[self.rank % len(LESS)]))

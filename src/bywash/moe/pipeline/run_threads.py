@@ -51,8 +51,9 @@ class ThreadExecutor:
         if deadline_s <= 0:
             raise ConfigError(f"pipeline: deadline_s = {deadline_s}: must be more than 0 seconds")
         self._deadline_s = deadline_s
-        on_gpu = device is not None and device.type == "cuda"
-        self._queues: Queues[Any] = CudaQueues(device) if device is not None and on_gpu else HostQueues()
+        self._queues: Queues[Any] = HostQueues()
+        if device is not None and device.type == "cuda":
+            self._queues = CudaQueues(device)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._steps = 0
