@@ -5,9 +5,13 @@ yielding keeps its peer from running when there are more ranks than cores. Knows
 `check` decides when to give up.
 """
 
-import os
+import ctypes
 import time
 from collections.abc import Callable
+
+_sched_yield = ctypes.CDLL(None).sched_yield
+"""Not `os.sched_yield`: before Python 3.12 that keeps the interpreter's lock, so a thread that computes beside the one
+that waits stands still for as long as this one yields."""
 
 _SPIN_NS = 20_000
 _YIELD_NS = 2_000_000
@@ -34,7 +38,7 @@ def wait_until(pending: Callable[[], list[int]], check: Callable[[list[int], int
         if waited < _SPIN_NS:
             continue
         if waited < _YIELD_NS:
-            os.sched_yield()
+            _sched_yield()
             continue
         if waited >= next_check:
             check(left, waited)
@@ -49,4 +53,4 @@ def sleep_until_ns(due_ns: int) -> None:
         if left > _WAKE_NS:
             time.sleep((left - _WAKE_NS) * 1e-9)
         else:
-            os.sched_yield()
+            _sched_yield()
