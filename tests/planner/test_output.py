@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,6 +74,38 @@ def test_launch_files_start_one_rank_for_each_device(files):
     assert "server0" not in files["fabric/rollout.md"]
 
 
+def test_kubernetes_processes_have_the_environment_of_their_host(files, tmp_path):
+    """The command as Kubernetes expands it, in a folder like the mounted one; torchrun tells its environment."""
+    lws = yaml.safe_load(files["g0.lws.yaml"])["spec"]["leaderWorkerTemplate"]
+    container = lws["workerTemplate"]["spec"]["containers"][0]
+    assert {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}} in container["env"]
+    making = "\n".join(line.removeprefix("#") for line in files["g0.lws.yaml"].splitlines()[:2])
+    for name in ("plan.yaml", "fabric/h0.nccl.env", "fabric/h1.nccl.env"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(files[name])
+    given = subprocess.run(
+        ["sh", "-c", making.replace("kubectl", "echo")], cwd=tmp_path, capture_output=True, text=True
+    )
+    mounted = [word.removeprefix("--from-file=") for word in given.stdout.split() if word.startswith("--from-file=")]
+    assert mounted == ["plan.yaml", "fabric/h0.nccl.env", "fabric/h1.nccl.env"]
+    pod = tmp_path / "pod"
+    pod.mkdir()
+    for name in mounted:
+        (pod / Path(name).name).write_text(files[name])
+    (pod / "torchrun").write_text("#!/bin/sh\nenv\n")
+    (pod / "torchrun").chmod(0o755)
+    shell, flag, command = container["command"]
+    for host in ("h1", "h2"):  # of h2 the plan knows nothing
+        expanded = command.replace("$(NODE)", host).replace("$(LWS_WORKER_INDEX)", "1")
+        found = subprocess.run(
+            [shell, flag, expanded.replace("$(LWS_LEADER_ADDRESS)", "h0")],
+            cwd=pod, env={"PATH": f"{pod}:/usr/bin:/bin", "MODEL": "m"}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        wanted = [line for line in files["fabric/h1.nccl.env"].splitlines() if line.startswith("NCCL")]
+        assert wanted
+        assert [line for line in wanted if line in found.stdout.splitlines()] == (wanted if host == "h1" else [])
+
+
 def test_the_plan_file_reads_back(files, plan, tmp_path):
     (tmp_path / "plan.yaml").write_text(files["plan.yaml"])
     assert load_plan_file(tmp_path / "plan.yaml") == plan_file(plan)
@@ -89,6 +122,7 @@ def test_the_plan_file_reads_back(files, plan, tmp_path):
         (("bywash_plan: 1", "bywash_plan: 2"), "plan.bywash_plan = 2"),
         (("bywash_plan: 1", "other: 1"), "is no plan"),
         (("ranks: 8", "wrong: 8"), "plan.groups[0].ranks: must be given"),
+        (("schedule: together", "schedule: by-counts"), "plan.groups[0].node_schedule = by-counts: give the rate"),
         (("groups:", "groups: ["), "is no YAML"),
         (("cluster: small", "cluster: 2026-13-01"), "is no YAML"),
     ],

@@ -1,9 +1,9 @@
 """`bywash run --plan`: what a plan decided for a group, put into the request of a run.
 
-Taken over: ranks, placement, speeds, slots with alpha and break-even, overlap, exchange, combine and micro-batch. What
-a person gives on the command line goes before the plan. Left alone: tp, schedules between NICs and switch settings, of
-which a run has none, and the capacity, which is for steps of the workload: in a shorter run it would be below the
-break-even. Called by `cli.run`.
+Taken over: ranks, placement, speeds, slots with alpha and break-even, overlap, exchange, the schedule between hosts,
+combine and micro-batch. What a person gives on the command line goes before the plan. Left alone: tp, queue pairs and
+switch settings, of which a run has none, and the capacity, which is for steps of the workload: in a shorter run it
+would be below the break-even. Called by `cli.run`.
 """
 
 from dataclasses import fields, replace
@@ -29,6 +29,7 @@ def under_plan(request: RunRequest, path: str, group: str, context: typer.Contex
     wanted: dict[str, Any] = {
         "ranks": chosen.ranks,
         "exchange": chosen.exchange,
+        "node_schedule": chosen.node_schedule,
         "combine": chosen.combine,
         "micro_batch": chosen.micro_batch,
         "overlap": chosen.overlap,

@@ -8,8 +8,8 @@ It knows models and the fabric; the runtime it knows through `balance` (who comp
 
 Reading order: descriptions (`cluster`, `devices`, `model`, `target`, `sample`; `importers/`), one group of hosts
 (`group`, `traffic`, `network`, `wire`, `compute`, `figures`, `overflow`, `ledger`), its price (`candidate`, `cost`),
-the search (`search`, `deployment`, `refine`), what comes of it (`plan`, `settings`, `replay`, `common_home`;
-`output/`). Those are imported by name from their modules.
+the search (`search`, `deployment`, `refine`, `sendings`), what comes of it (`plan`, `settings`, `replay`,
+`common_home`; `output/`). Those are imported by name from their modules.
 
 Here is the bridge from traces to the fabric, which `bywash fabric traffic` uses too:
 

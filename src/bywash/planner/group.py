@@ -58,8 +58,10 @@ class Group:
 
     @property
     def port_R(self) -> IntArray:
-        """The NIC port (topology host) of each rank; only for clusters with a network."""
-        return np.array([host.port_of(gpu) for host in self.members for gpu in range(host.gpus)], np.int64)
+        """The NIC port (topology host) of each rank; only for clusters with a network. CPU ranks share their host's
+        first one: gloo sends through one interface."""
+        port = [host.port_of(0 if host.device.is_cpu else gpu) for host in self.members for gpu in range(host.gpus)]
+        return np.array(port, np.int64)
 
     @property
     def copy_gbytes_per_s(self) -> float:

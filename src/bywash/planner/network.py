@@ -15,6 +15,7 @@ from bywash.fabric.result import Result
 from bywash.fabric.run import simulate
 from bywash.fabric.scenario import RunConfig, Scenario
 from bywash.fabric.topology import Topology
+from bywash.fabric.traffic import Flows, join
 from bywash.planner.moe_traffic import LayerBytes
 from bywash.planner.schedule import Compute, Schedule, Wire, moe_flows, round_trip_us
 
@@ -22,21 +23,35 @@ IntArray = NDArray[np.int64]
 
 SWITCH_NS = 700.0
 """Latency of a switch, as in docs/fabric-study.md."""
-PATIENCE, SLACK_US = 30.0, 2_000.0
-"""A run may take so many times what its busiest links need, and a little; then it counts as endless."""
+PATIENCE, SLACK_US, LONGEST_US = 30.0, 2_000.0, 8e6
+"""A run may take so many times what its busiest links need, and a little, up to what a scenario may; then it counts as
+endless."""
 MOST_PACKETS = 200_000
 """Data packets of one simulated exchange: larger ones are simulated at a part of their bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """When messages leave, and the queue pairs that each is split over, which ECMP sends on paths of their own."""
+    """When messages leave, and the queue pairs that each is split over, which ECMP sends on paths of their own.
+
+    `factor` is for `by-counts`: how many times its line a receiver is offered by all its senders together.
+    """
 
     schedule: Schedule
     qps: int = 1
+    factor: float = 1.0
 
     def __str__(self) -> str:
-        return f"{self.schedule}, {self.qps} QP{'s' if self.qps > 1 else ''} a pair"
+        times = f" x {self.factor:g}" if self.factor != 1 else ""
+        return f"{self.schedule}{times}, {self.qps} QP{'s' if self.qps > 1 else ''} a pair"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sent:
+    """What one group sends, layer by layer, and how. Groups have no port in common, and all as many layers."""
+
+    layers: tuple[LayerBytes, ...]
+    sending: Sending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +61,6 @@ class Simulated:
     Attributes:
         dispatch_us, combine_us: until the last message of all was acknowledged, at full size.
         scale: the share of the bytes that was simulated.
-        sending: when messages left, and how.
         p99_us, pauses, pause_us, marks, peak_queue_bytes, drops: of the run as simulated.
         result: the run itself, for reports; None where it came from another process.
         arithmetic: how the times come about.
@@ -55,7 +69,6 @@ class Simulated:
     dispatch_us: float
     combine_us: float
     scale: float
-    sending: Sending
     p99_us: float
     pauses: int
     pause_us: float
@@ -116,37 +129,36 @@ class Network:
         frame = self.wire.frame
         return np.asarray(size) * (1 + frame.header_bytes / frame.payload_bytes) * 8e-3
 
-    def scale_for(self, layers: Sequence[LayerBytes]) -> float:
+    def scale_for(self, groups: Sequence[Sent]) -> float:
         """The share of the bytes to simulate."""
-        packets = sum(int(m.sum()) for one in layers for m in (one.dispatch_HH, one.combine_HH)) / 4096
+        packets = sum(int(bytes_PP.sum()) for bytes_PP in _all_at_once(groups)) / 4096
         return min(1.0, MOST_PACKETS / packets) if packets else 1.0
 
-    def simulate(self, layers: Sequence[LayerBytes], sending: Sending, *, keep: bool = False) -> Simulated:
+    def simulate(self, groups: Sequence[Sent], *, keep: bool = False) -> Simulated:
         """Dispatch and combine of the layers, one phase after the other, all ports waiting for all.
 
         Where only a part of the bytes is simulated, what exceeds a round trip is scaled up: an exchange is bound by
-        bytes once it is long. Means over the layers.
+        bytes once it is long. Means over the layers, until the last group is done.
         """
-        scale = self.scale_for(layers)
+        scale = self.scale_for(groups)
         run = RunConfig(sample_us=5.0 if keep else 0.0)
-        result = self._run(layers, scale, sending, run)
-        return self._read(result, len(layers), scale, sending, keep)
+        return self._read(self._run(groups, scale, run), groups, scale, keep)
 
-    def simulate_together(self, groups: Sequence[Sequence[LayerBytes]], sending: Sending) -> list[tuple[float, float]]:
-        """Several groups' exchanges at once, on ports of their own: (dispatch, combine) us of each, means over layers.
+    def simulate_together(self, groups: Sequence[Sent]) -> list[tuple[float, float]]:
+        """Several groups' exchanges at once: (dispatch, combine) us of each, means over layers.
 
-        Slower than alone where they share links between switches. All have as many layers.
+        Slower than alone where they share links between switches.
         """
-        layers = all_at_once(groups)
-        scale = self.scale_for(layers)
-        result = self._run(layers, scale, sending, RunConfig())
+        scale, phases = self.scale_for(groups), 2 * len(groups[0].layers)
+        result = self._run(groups, scale, RunConfig())
         flows, ends_F = result.scenario.flows, result.done_ps_F / 1e6
         found, begun = [], 0.0
-        times = np.zeros((len(groups), 2 * len(layers)))
-        for phase in range(2 * len(layers)):
+        times = np.zeros((len(groups), phases))
+        for phase in range(phases):
             in_F = flows.phase_F == phase
             for g, group in enumerate(groups):
-                sends_P = group[phase // 2].dispatch_HH.sum(axis=1) + group[phase // 2].combine_HH.sum(axis=1) > 0
+                layer = group.layers[phase // 2]
+                sends_P = layer.dispatch_HH.sum(axis=1) + layer.combine_HH.sum(axis=1) > 0
                 took = float(ends_F[in_F & sends_P[flows.src_F]].max(initial=begun)) - begun
                 times[g, phase] = max(self.rtt_us, self.rtt_us + (took - self.rtt_us) / scale)
             begun = max(begun, float(ends_F[in_F].max(initial=begun)))
@@ -156,16 +168,12 @@ class Network:
             found.append((float(row[0::2].mean()), float(row[1::2].mean())))
         return found
 
-    def _run(self, layers: Sequence[LayerBytes], scale: float, sending: Sending, run: RunConfig) -> Result:
-        small = [
-            replace(one, dispatch_HH=_scaled(one.dispatch_HH, scale), combine_HH=_scaled(one.combine_HH, scale))
-            for one in layers
-        ]
-        flows = moe_flows(
-            small, self.wire, schedule=sending.schedule, compute=Compute(), barrier="global", qps_per_pair=sending.qps
-        )
-        least = sum(self.busiest_us(m) for one in small for m in (one.dispatch_HH, one.combine_HH))
-        end_us = PATIENCE * (least + 2 * len(small) * self.rtt_us) + SLACK_US
+    def _run(self, groups: Sequence[Sent], scale: float, run: RunConfig) -> Result:
+        small = [_scaled(group, scale) for group in groups]
+        flows = join([self._flows(group) for group in small], "global")
+        phases = _all_at_once(small)
+        least = sum(self.busiest_us(bytes_PP) for bytes_PP in phases)
+        end_us = min(LONGEST_US, PATIENCE * (least + len(phases) * self.rtt_us) + SLACK_US)
         run = replace(run, end_us=end_us)
         if self.scenario is not None:
             return simulate(replace(self.scenario, flows=flows, run=run))
@@ -184,8 +192,20 @@ class Network:
             )
         )
 
-    def _read(self, result: Result, layers: int, scale: float, sending: Sending, keep: bool) -> Simulated:
-        phase_F = result.scenario.flows.phase_F
+    def _flows(self, group: Sent) -> Flows:
+        return moe_flows(
+            group.layers,
+            self.wire,
+            schedule=group.sending.schedule,
+            compute=Compute(),
+            barrier="global",
+            qps_per_pair=group.sending.qps,
+            factor=group.sending.factor,
+        )
+
+    def _read(self, result: Result, groups: Sequence[Sent], scale: float, keep: bool) -> Simulated:
+        phase_F, layers = result.scenario.flows.phase_F, len(groups[0].layers)
+        sending = "; ".join(dict.fromkeys(str(group.sending) for group in groups))
         ends = [float(result.done_ps_F[phase_F == p].max(initial=0)) / 1e6 for p in range(2 * layers)]
         for p in range(1, len(ends)):
             ends[p] = max(ends[p], ends[p - 1])
@@ -200,7 +220,6 @@ class Network:
             dispatch_us=float(full[0::2].mean()),
             combine_us=float(full[1::2].mean()),
             scale=scale,
-            sending=sending,
             p99_us=float(np.percentile(took, 99)) if np.isfinite(took).all() else float("inf"),
             pauses=int(result.pauses_PQ.sum()),
             pause_us=float(result.paused_ps_PQ.sum()) / 1e6,
@@ -212,23 +231,18 @@ class Network:
         )
 
 
-def _scaled(bytes_PP: IntArray, scale: float) -> IntArray:
+def _scaled(group: Sent, scale: float) -> Sent:
     """At least a byte where there is one."""
-    return bytes_PP if scale == 1 else np.ceil(bytes_PP * scale).astype(np.int64)
+    if scale == 1:
+        return group
+    made = []
+    for one in group.layers:
+        dispatch_HH, combine_HH = (np.ceil(m * scale).astype(np.int64) for m in (one.dispatch_HH, one.combine_HH))
+        made.append(replace(one, dispatch_HH=dispatch_HH, combine_HH=combine_HH))
+    return replace(group, layers=tuple(made))
 
 
-def all_at_once(layers: Sequence[Sequence[LayerBytes]]) -> tuple[LayerBytes, ...]:
-    """The groups' exchanges as one: they have no port in common. Groups within one host send nothing here."""
-    sending = [group for group in layers if group]
-    if not sending:
-        return ()
-    count = min(len(group) for group in sending)
-    return tuple(
-        LayerBytes(
-            dispatch_HH=np.sum([group[i].dispatch_HH for group in sending], axis=0),
-            combine_HH=np.sum([group[i].combine_HH for group in sending], axis=0),
-            network_rows=sum(group[i].network_rows for group in sending),
-            local_rows=sum(group[i].local_rows for group in sending),
-        )
-        for i in range(count)
-    )
+def _all_at_once(groups: Sequence[Sent]) -> list[IntArray]:
+    """Bytes between ports [P, P] of all groups, phase by phase: dispatch, combine of the first layer, of the next."""
+    halves = zip(*([m for one in g.layers for m in (one.dispatch_HH, one.combine_HH)] for g in groups), strict=True)
+    return [np.sum(matrices, axis=0) for matrices in halves]

@@ -18,10 +18,11 @@ from bywash.planner.common_home import common_placement
 from bywash.planner.cost import GroupCost
 from bywash.planner.group import placements
 from bywash.planner.model import ModelShape
-from bywash.planner.network import Sending, Simulated
+from bywash.planner.network import Sent, Simulated
 from bywash.planner.replay import Replay, replay
 from bywash.planner.sample import Sample, make_sample
 from bywash.planner.search import SearchResult, search
+from bywash.planner.sendings import TriedSending, node_schedule
 from bywash.planner.settings import FabricChoice, choose_settings, make_network
 from bywash.planner.target import Target, Workload
 from bywash.planner.tasks import Progress
@@ -45,6 +46,7 @@ class PlannedGroup:
         common_home: one for all layers, as even as swapping makes them: what `bywash run --plan` takes.
         replay: the trace under `common_home` and the chosen slots; None without a trace of this model.
         simulated: `decode` and `prefill`: the exchange behind the price.
+        sendings: ways of sending between hosts that were tried for it alone, the one taken first; () inside one host.
     """
 
     name: str
@@ -55,6 +57,13 @@ class PlannedGroup:
     common_home: Placement
     replay: Replay | None
     simulated: dict[str, Simulated]
+    sendings: tuple[TriedSending, ...]
+
+    @property
+    def node_schedule(self) -> str:
+        """What `bywash run --node-schedule` is given for it; the default inside one host."""
+        chosen = self.outcome.candidate
+        return node_schedule(chosen.sending, chosen.group) if chosen.sending is not None else "together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,13 +134,13 @@ def _fabric(
     """Switch settings on one layer of prefill of all groups that leave their hosts."""
     if progress is not None:
         progress("switch settings", 0, 1)
-    layers = [
-        layer_bytes_of(model, one.cost.traffic, float(one.cost.tokens_of("prefill", 0)))
-        for one in groups
-        if one.cost.traffic is not None and len(one.cost.group.members) > 1
-    ]
-    sendings = [one.outcome.candidate.sending for one in groups if one.outcome.candidate.sending is not None]
-    chosen = choose_settings(cluster, layers, sendings[0] if sendings else Sending(schedule="at-once"))
+    sent = []
+    for one in groups:
+        sending = one.outcome.candidate.sending
+        if one.cost.traffic is not None and sending is not None:
+            tokens = float(one.cost.tokens_of("prefill", 0))
+            sent.append(Sent(layers=layer_bytes_of(model, one.cost.traffic, tokens), sending=sending))
+    chosen = choose_settings(cluster, sent)
     if progress is not None:
         progress("switch settings", 1, 1)
     return chosen
@@ -166,6 +175,7 @@ def _groups(problem: Problem, result: SearchResult) -> tuple[PlannedGroup, ...]:
                 common_home=common,
                 replay=replay_of(trace, common, outcome, cost) if trace is not None else None,
                 simulated=simulated,
+                sendings=result.sendings.get(chosen.group.hosts, ()),
             )
         )
     return tuple(made)

@@ -11,31 +11,26 @@ from bywash.planner.candidate import Outcome, Problem, batches
 from bywash.planner.cluster import Cluster
 from bywash.planner.cost import GroupCost
 from bywash.planner.deployment import Deployment, kind_of, moved, within_target
-from bywash.planner.moe_traffic import LayerBytes
-from bywash.planner.network import Sending, Simulated
+from bywash.planner.network import Sending, Sent, Simulated
+from bywash.planner.sendings import TriedSending, best_first, refusal, sendings_of
 from bywash.planner.tasks import Progress, run_tasks
 from bywash.planner.wire import layer_bytes_of, with_simulation
 
 MOST_SIMULATED, MOST_FINAL = 12, 4
 SHARED = 0.05
 """Groups that take so much longer together than alone share links; less is noise of what was simulated."""
-FIRST_SENDINGS = (Sending(schedule="at-once"), Sending(schedule="at-once", qps=8))
-OTHER_SENDINGS = (
-    Sending(schedule="at-once", qps=4),
-    Sending(schedule="rotated", qps=8),
-    Sending(schedule="paced", qps=8),
-)
-"""A group's rails have few messages, and ECMP puts a queue pair on one path: split over several, they spread."""
 
-Known = dict[tuple[Any, ...], tuple[Outcome, dict[str, Simulated]]]
-"""Kind of group -> its outcome with simulated exchanges, and these by phase."""
+Known = dict[tuple[Any, ...], tuple[TriedSending, ...]]
+"""Kind of group -> the ways of sending that were simulated, the best first."""
 Runs = dict[tuple[tuple[int, ...], str], Simulated]
 """(hosts of a group, phase) -> its exchange."""
+Tried = dict[tuple[int, ...], tuple[TriedSending, ...]]
+"""Hosts of a group -> what was tried for it alone, what was taken first."""
 
 
 def refine(
     cluster: Cluster, problem: Problem, ranked: Sequence[Deployment], jobs: int, progress: Progress | None
-) -> tuple[list[Deployment], dict[tuple[tuple[int, ...], str], Simulated]]:
+) -> tuple[list[Deployment], Runs, Tried]:
     """Simulate deployments until none that was not simulated could win.
 
     A bound is the least time between hosts, so that a deployment priced with it promises at least what it can give. The
@@ -48,19 +43,19 @@ def refine(
     while len(final) < MOST_FINAL:
         while waiting and len(front) + len(final) < MOST_SIMULATED and _ahead(waiting[0], front, final):
             taken = [waiting.pop(0)]
-            _refine_groups(cluster, problem, taken, FIRST_SENDINGS, known, jobs, progress)
+            _refine_groups(cluster, problem, taken, known, jobs, progress)
             front = sorted([*front, *_repriced(cluster, problem, taken, known)], key=_order)
         if not front or (final and _order(min((one for one, _ in final), key=_order)) <= _order(front[0])):
             break
         best = [front.pop(0)]
-        _refine_groups(cluster, problem, best, OTHER_SENDINGS, known, jobs, progress)
+        _refine_groups(cluster, problem, best, known, jobs, progress, others=True)
         best = _repriced(cluster, problem, best, known)
         runs = _runs(cluster, best[0], known)
         final.append((_together(problem, best[0], runs), runs))
     final.sort(key=lambda one: _order(one[0]))
     done = [one for one, _ in final] + front
     rest = [one for one in ranked if all(one.label != other.label for other in done)]
-    return done + rest, final[0][1]
+    return done + rest, final[0][1], _tried(cluster, problem, final[0][0], known)
 
 
 def _order(one: Deployment) -> tuple[bool, float]:
@@ -73,11 +68,26 @@ def _ahead(one: Deployment, front: Sequence[Deployment], final: Sequence[tuple[D
 
 
 def _runs(cluster: Cluster, deployment: Deployment, known: Known) -> Runs:
-    found = {}
+    found: Runs = {}
     for one in deployment.outcomes:
         hosts = one.candidate.group.hosts
-        for phase, run in known.get(kind_of(cluster, hosts), (one, {}))[1].items():
-            found[hosts, phase] = run
+        for taken in known.get(kind_of(cluster, hosts), ())[:1]:
+            found |= {(hosts, phase): run for phase, run in taken.runs.items()}
+    return found
+
+
+def _tried(cluster: Cluster, problem: Problem, deployment: Deployment, known: Known) -> Tried:
+    """What was tried for each group, decode at the batch that was chosen."""
+    found: Tried = {}
+    for one in deployment.outcomes:
+        hosts, alike = one.candidate.group.hosts, []
+        for tried in known.get(kind_of(cluster, hosts), ()):
+            assert problem.network is not None
+            times = one.candidate.sequences / tried.outcome.candidate.sequences
+            decode = at_times(tried.runs["decode"], times, problem.network.rtt_us)
+            alike.append(replace(tried, runs=tried.runs | {"decode": decode}))
+        if alike:
+            found[hosts] = tuple(alike)
     return found
 
 
@@ -85,32 +95,31 @@ def _refine_groups(
     cluster: Cluster,
     problem: Problem,
     front: Sequence[Deployment],
-    sendings: Sequence[Sending],
     known: Known,
     jobs: int,
     progress: Progress | None,
+    *,
+    others: bool = False,
 ) -> None:
-    """Fill `known` with the best outcome of each kind of group under any way of sending that was simulated."""
+    """Fill `known`: simulate each kind of group with the plain ways of sending, or then with the `others`, once."""
     kinds: dict[tuple[Any, ...], Outcome] = {}
     for deployment in front:
         for one in deployment.outcomes:
             if len(one.candidate.group.members) > 1:
                 kinds.setdefault(kind_of(cluster, one.candidate.group.hosts), one)
-    if sendings == FIRST_SENDINGS:
-        kinds = {kind: one for kind, one in kinds.items() if kind not in known}
-    tasks = [(simulate_group, (problem, one, sending)) for one in kinds.values() for sending in sendings]
+    todo = []
+    for kind, one in kinds.items():
+        before, wanted = known.get(kind, ()), sendings_of(one.candidate.group)
+        if len(before) <= (len(wanted) if others else 0):
+            wanted = sendings_of(one.candidate.group, before[0].sending) if others else wanted
+            todo += [(kind, one, sending) for sending in wanted]
+    tasks = [(simulate_group, (problem, one, sending)) for _, one, sending in todo]
     if not tasks:
         return
-    done = iter(run_tasks("simulating exchanges", tasks, jobs, progress))
-    for kind in kinds:
-        for _ in sendings:
-            outcome, runs = next(done)
-            if kind not in known or _better(outcome, known[kind][0]):
-                known[kind] = (outcome, runs)
-
-
-def _better(one: Outcome, other: Outcome) -> bool:
-    return (one.feasible, one.tokens_per_s) > (other.feasible, other.tokens_per_s)
+    for (kind, one, sending), (outcome, runs) in zip(todo, run_tasks("simulating exchanges", tasks, jobs, progress)):
+        no = refusal(sending, one.candidate.group)
+        tried = TriedSending(sending=sending, outcome=outcome, runs=runs, refused=no)
+        known[kind] = best_first((*known.get(kind, ()), tried))
 
 
 def simulate_group(problem: Problem, outcome: Outcome, sending: Sending) -> tuple[Outcome, dict[str, Simulated]]:
@@ -123,7 +132,8 @@ def simulate_group(problem: Problem, outcome: Outcome, sending: Sending) -> tupl
     runs, lines = {}, {}
     for phase in ("decode", "prefill"):
         tokens = float(cost.tokens_of(phase, chosen.sequences))
-        run = problem.network.simulate(layer_bytes_of(problem.model, cost.traffic, tokens), sending)
+        layers = layer_bytes_of(problem.model, cost.traffic, tokens)
+        run = problem.network.simulate([Sent(layers=layers, sending=sending)])
         runs[phase] = run
         lines[phase] = with_simulation(cost.exchange, run, tokens, problem.network.rtt_us)
     cost = replace(cost, exchange=lines["decode"], prefill_exchange=lines["prefill"], _known={})
@@ -166,7 +176,7 @@ def _repriced(
         for one in deployment.outcomes:
             hosts = one.candidate.group.hosts
             kind = kind_of(cluster, hosts)
-            fresh = moved(known[kind][0], cluster, hosts) if kind in known else one
+            fresh = moved(known[kind][0].outcome, cluster, hosts) if kind in known else one
             if fresh.feasible:
                 outcomes.append(fresh)
             else:
@@ -186,9 +196,8 @@ def _together(problem: Problem, winner: Deployment, simulated: Runs) -> Deployme
     assert problem.network is not None
     costs = [GroupCost.of(problem, one.candidate.group, one.candidate.way) for one in groups]
     for phase in ("decode", "prefill"):
-        layers = [_layers(cost, phase, one) for cost, one in zip(costs, groups)]
-        how_sent = simulated[groups[0].candidate.group.hosts, phase].sending
-        for one, (dispatch, combine) in zip(groups, problem.network.simulate_together(layers, how_sent)):
+        sent = [_sent(cost, phase, one) for cost, one in zip(costs, groups)]
+        for one, (dispatch, combine) in zip(groups, problem.network.simulate_together(sent)):
             key = one.candidate.group.hosts, phase
             alone = simulated[key]
             if dispatch + combine > (1 + SHARED) * (alone.dispatch_us + alone.combine_us):
@@ -203,10 +212,12 @@ def _together(problem: Problem, winner: Deployment, simulated: Runs) -> Deployme
     return within_target(changed, problem)
 
 
-def _layers(cost: GroupCost, phase: str, outcome: Outcome) -> tuple[LayerBytes, ...]:
+def _sent(cost: GroupCost, phase: str, outcome: Outcome) -> Sent:
     assert cost.traffic is not None
+    assert outcome.candidate.sending is not None
     tokens = float(cost.tokens_of(phase, outcome.candidate.sequences))
-    return layer_bytes_of(cost.problem.model, cost.traffic, tokens)
+    layers = layer_bytes_of(cost.problem.model, cost.traffic, tokens)
+    return Sent(layers=layers, sending=outcome.candidate.sending)
 
 
 def _priced(cost: GroupCost, outcome: Outcome, simulated: Runs) -> Outcome:

@@ -123,11 +123,13 @@ def moe_flows(
     compute: Compute,
     barrier: Barrier = "host",
     qps_per_pair: int = 1,
+    factor: float = 1.0,
 ) -> Flows:
     """Dispatch and combine of all layers in sequence, as the fabric's traffic.
 
     Queue pairs, and with them their rate state, persist over layers; except with `paced`, where every exchange has its
     own, so that a cut ends with the exchange. A message is split evenly over `qps_per_pair`, which ECMP hashes apart.
+    `factor` is that of `by-counts`: how many times its line a receiver is offered.
 
     Raises:
         ConfigError: hosts of the topology and of the matrices differ, an unknown schedule, or nothing to send.
@@ -141,14 +143,16 @@ def moe_flows(
                 f"ranks = {bytes_HH.shape[0]}: the topology has {wire.topology.hosts} hosts; they must agree"
             )
         gap_us = compute.experts_us if phase % 2 else compute.attention_us
-        parts.append(_exchange(bytes_HH, wire, schedule, phase, gap_us, qps_per_pair))
+        parts.append(_exchange(bytes_HH, wire, schedule, phase, gap_us, qps_per_pair, factor))
     flows = join(parts, barrier)
     if not flows.count:
         raise ConfigError("traffic: no row leaves its server; there is nothing to simulate")
     return flows
 
 
-def _exchange(bytes_HH: IntArray, wire: Wire, schedule: Schedule, phase: int, gap_us: float, qps: int) -> Flows:
+def _exchange(
+    bytes_HH: IntArray, wire: Wire, schedule: Schedule, phase: int, gap_us: float, qps: int, factor: float
+) -> Flows:
     gbps = min(wire.topology.host_gbps(host) for host in range(wire.topology.hosts))
     sizes = bytes_HH[bytes_HH > 0]
     mean_us = wire.wire_us(float(sizes.mean()), gbps) if sizes.size else 0.0
@@ -161,7 +165,7 @@ def _exchange(bytes_HH: IntArray, wire: Wire, schedule: Schedule, phase: int, ga
         )
     flows = from_matrix(bytes_HH, phase=phase, gap_us=gap_us, qps_per_pair=qps)
     if schedule == "by-counts":
-        return by_counts(flows, wire.topology.gbps_H, 1.0)
+        return by_counts(flows, wire.topology.gbps_H, factor)
     if schedule != "paced" or not flows.count:
         return flows
     # Each message at the rate at which it ends with the busiest link. Wire rates, as the NIC paces frames.

@@ -21,8 +21,9 @@ from bywash.planner.group import Group, make_group
 from bywash.planner.network import Simulated
 from bywash.planner.overflow import SlotRule, break_even_rows, capacity_factor_of
 from bywash.planner.refine import refine
+from bywash.planner.sendings import TriedSending
 from bywash.planner.tasks import Progress, run_tasks
-from bywash.planner.traffic import WAYS, WAYS_IN_HOST
+from bywash.planner.traffic import ways_of
 
 FIRST_SEQUENCES = 64
 SLOTS = (2, 4, 8)
@@ -40,6 +41,7 @@ class SearchResult:
         pareto: of the winner's groups.
         nearest: without a winner, the outcome closest to feasible and what binds it.
         simulated: group and phase -> the simulated exchange behind the winner's figures.
+        sendings: group -> the ways of sending that were tried for it alone, the one taken first.
         priced, simulations: how much was looked at.
     """
 
@@ -49,6 +51,7 @@ class SearchResult:
     nearest: Outcome | None
     binding: tuple[Binding, ...]
     simulated: dict[tuple[tuple[int, ...], str], Simulated]
+    sendings: dict[tuple[int, ...], tuple[TriedSending, ...]]
     priced: int
     simulations: int
 
@@ -76,8 +79,9 @@ def search(cluster: Cluster, problem: Problem, *, jobs: int = 1, progress: Progr
     if not any(one.feasible for one in ranked):
         return _infeasible(ranked, searches, priced)
     simulated: dict[tuple[tuple[int, ...], str], Simulated] = {}
+    sendings: dict[tuple[int, ...], tuple[TriedSending, ...]] = {}
     if problem.network is not None:
-        ranked, simulated = refine(cluster, problem, ranked, jobs, progress)
+        ranked, simulated, sendings = refine(cluster, problem, ranked, jobs, progress)
     winner = ranked[0] if ranked[0].feasible else None
     if winner is None:
         return _infeasible(ranked, searches, priced)
@@ -90,6 +94,7 @@ def search(cluster: Cluster, problem: Problem, *, jobs: int = 1, progress: Progr
         nearest=None,
         binding=(),
         simulated=simulated,
+        sendings=sendings,
         priced=priced,
         simulations=len(simulated),
     )
@@ -133,8 +138,7 @@ def _search_group(cluster: Cluster, problem: Problem, hosts: Sequence[int]) -> G
 
 def _best_way(problem: Problem, group: Group, outcomes: list[Outcome]) -> GroupCost | None:
     """The way of sending with most tokens per second at a middling batch; all are noted in `outcomes`."""
-    ways = WAYS if len(group.members) > 1 else WAYS[:1] if group.device_R[0].is_cpu else WAYS_IN_HOST
-    costs = [GroupCost.of(problem, group, way) for way in ways]
+    costs = [GroupCost.of(problem, group, way) for way in ways_of(group)]
     first = problem.workload.sequences or FIRST_SEQUENCES
     priced = [cost.price(first) for cost in costs]
     if not problem.workload.slots or costs[0].traffic is None:
@@ -211,6 +215,7 @@ def _infeasible(ranked: Sequence[Deployment], searches: Sequence[GroupSearch], p
         nearest=None if served else nearest,
         binding=tuple(binding),
         simulated={},
+        sendings={},
         priced=priced,
         simulations=0,
     )

@@ -20,8 +20,7 @@ from bywash.fabric.traffic import alltoall
 from bywash.fabric.tune.objective import Case, Fabric, make_fabric, planned, scenario, space_of
 from bywash.fabric.tune.space import Setting, vendor
 from bywash.planner.cluster import Cluster
-from bywash.planner.moe_traffic import LayerBytes
-from bywash.planner.network import SWITCH_NS, Network, Sending, Simulated, all_at_once
+from bywash.planner.network import SWITCH_NS, Network, Sent, Simulated
 
 TOPOLOGY_FILE = "topology.yaml"
 COMPUTED = "computed"
@@ -76,15 +75,12 @@ class FabricChoice:
         return self.tried[0] if self.tried else None
 
 
-def choose_settings(
-    cluster: Cluster, layers: Sequence[Sequence[LayerBytes]], sending: Sending, *, keep: bool = True
-) -> FabricChoice:
+def choose_settings(cluster: Cluster, groups: Sequence[Sent], *, keep: bool = True) -> FabricChoice:
     """Compute, simulate, choose.
 
     Args:
         cluster: with a network.
-        layers: for each group, its layers' bytes between NIC ports.
-        sending: when messages leave, and how.
+        groups: what each sends between NIC ports, and how.
         keep: the chosen run's samples, for the report.
     """
     assert cluster.topology is not None
@@ -93,15 +89,14 @@ def choose_settings(
         fabric_plan = plan_from(values, cluster)
     except ConfigError as error:
         return FabricChoice(values=values, fabric_plan=None, tried=(), why_not=str(error))
-    together = all_at_once(layers)
-    if not together:
+    if not groups:
         return FabricChoice(values=values, fabric_plan=fabric_plan, tried=())
     settings, refused = _candidates(values, fabric_plan, cluster)
     fabric = make_fabric(fabric_plan)
     tried = []
     for name, setting in settings.items():
         network = Network(cluster.topology, _scenario(fabric, setting))
-        tried.append(Tried(name=name, setting=setting, run=network.simulate(together, sending, keep=keep)))
+        tried.append(Tried(name=name, setting=setting, run=network.simulate(groups, keep=keep)))
     least = min(one.us for one in tried)
     chosen = next(one for one in tried if one.us <= NEAR * least)
     tried = [chosen, *sorted((one for one in tried if one is not chosen), key=lambda one: one.us)]

@@ -41,6 +41,14 @@ WAYS: tuple[Way, ...] = (
 WAYS_IN_HOST = (WAYS[0], Way(rows="per-rank", path="flat", gather=True))
 
 
+def ways_of(group: Group) -> tuple[Way, ...]:
+    """What the group's runtime can do: between CPU hosts a row goes once to each host (`exchange.hierarchical`)."""
+    cpu = group.device_R[0].is_cpu
+    if len(group.members) > 1:
+        return WAYS[2:] if cpu else WAYS
+    return WAYS[:1] if cpu else WAYS_IN_HOST
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRows:
     """One layer of a reference step.

@@ -4,7 +4,7 @@ Reads what `planner.plan` decided. `page.report_files` calls it, for `bywash pla
 """
 
 from bywash.planner.candidate import PhaseCost
-from bywash.planner.output.text import alike, by_source, headline, sent
+from bywash.planner.output.text import SENDING_COLUMNS, SENDINGS_NOTE, alike, by_source, headline, sending_rows, sent
 from bywash.planner.plan import Plan, PlannedGroup
 from bywash.report.document import Bars, Block, Report, Section, Table
 from bywash.report.of_network import network_section
@@ -67,7 +67,12 @@ def _groups(plan: Plan) -> Section:
         words=(8,),
         note="; ".join(idle),
     )  # fmt: skip
-    return Section(title="Deployment", text="Each row is a kind of expert-parallel group.", blocks=(table,))
+    tried = tuple(sending_rows(plan))
+    ways = Table(
+        title="Sending between hosts", columns=SENDING_COLUMNS, rows=tried, words=(1, 2, 6), note=SENDINGS_NOTE
+    )
+    blocks = (table, ways) if tried else (table,)
+    return Section(title="Deployment", text="Each row is a kind of expert-parallel group.", blocks=blocks)
 
 
 def _infeasible(plan: Plan) -> Section:

@@ -13,6 +13,7 @@ from bywash.planner.output.plan_file import plan_file, plan_yaml
 from bywash.planner.output.text import plan_text
 from bywash.planner.plan import Plan
 from bywash.planner.schema import SCHEMAS, json_schema
+from bywash.planner.sendings import TriedSending
 from bywash.planner.settings import TOPOLOGY_FILE, FabricChoice
 
 
@@ -105,7 +106,9 @@ def _group_json(one: Any) -> dict[str, Any]:
         "rows": chosen.way.rows,
         "path": chosen.way.path,
         "schedule": chosen.sending.schedule if chosen.sending is not None else None,
+        "node_schedule": one.node_schedule,
         "qps_per_pair": chosen.sending.qps if chosen.sending is not None else None,
+        "sendings": [_sending_json(tried) for tried in one.sendings],
         "slots": chosen.rule.slots,
         "experts_per_rank": one.experts_R.tolist(),
         "arithmetic": one.outcome.arithmetic,
@@ -130,6 +133,20 @@ def _group_json(one: Any) -> dict[str, Any]:
                 "entries": {entry.name: entry.bytes for entry in ledger.entries},
             }
             for ledger in one.outcome.ledgers
+        },
+    }
+
+
+def _sending_json(tried: TriedSending) -> dict[str, Any]:
+    """A way of sending, with the exchange of the group alone."""
+    return {
+        "schedule": tried.sending.schedule,
+        "factor": tried.sending.factor,
+        "qps_per_pair": tried.sending.qps,
+        "refused": tried.refused or None,
+        "tokens_per_s": tried.outcome.tokens_per_s,
+        "exchange_us": {
+            phase: {"dispatch": run.dispatch_us, "combine": run.combine_us} for phase, run in tried.runs.items()
         },
     }
 

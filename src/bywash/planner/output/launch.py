@@ -28,6 +28,11 @@ def _command(group: GroupFile) -> str:
     return f'-m bywash run --plan plan.yaml --group {group.name} --model "$MODEL"'
 
 
+def _sending(group: GroupFile) -> str:
+    """How hosts send to each other, as a comment: the command takes it from the plan."""
+    return f"# Between hosts, from plan.yaml: --node-schedule {group.node_schedule}\n" if len(group.hosts) > 1 else ""
+
+
 def _torchrun(plan: PlanFile, group: GroupFile, gpus: int) -> str:
     ranks = "\n".join(
         f"  {host}) node={number} env=fabric/{host}.nccl.env ;;" for number, host in enumerate(group.hosts)
@@ -35,6 +40,7 @@ def _torchrun(plan: PlanFile, group: GroupFile, gpus: int) -> str:
     return (
         "#!/bin/sh\n"
         f"# {group.name} of {plan.cluster}: run on every host of the group, in this directory, with MODEL set.\n"
+        f"{_sending(group)}"
         "set -eu\n"
         f'case "$(hostname -s)" in\n{ranks}\n  *) echo "not a host of {group.name}" >&2; exit 2 ;;\nesac\n'
         'if [ -f "$env" ]; then set -a; . "$env"; set +a; fi\n'
@@ -54,6 +60,7 @@ def _slurm(plan: PlanFile, group: GroupFile, gpus: int) -> str:
         f"{gres}"
         "#SBATCH --exclusive\n"
         f"# {group.name} of {plan.cluster}. Submit here: sbatch --export=ALL,MODEL=... {group.name}.slurm.sh\n"
+        f"{_sending(group)}"
         "set -euo pipefail\n"
         "srun bash -c 'env=fabric/$(hostname -s).nccl.env; "
         'if [ -f "$env" ]; then set -a; . "$env"; set +a; fi; '
@@ -64,7 +71,8 @@ def _slurm(plan: PlanFile, group: GroupFile, gpus: int) -> str:
 def _leader_worker_set(plan: PlanFile, group: GroupFile, gpus: int) -> str:
     cpu = group.devices[0].startswith("cpu")
     command = (
-        f"torchrun --nnodes {len(group.hosts)} --node-rank $(LWS_WORKER_INDEX) --nproc-per-node {gpus} "
+        'env=./$(NODE).nccl.env; if [ -f "$env" ]; then set -a; . "$env"; set +a; fi; '
+        f"exec torchrun --nnodes {len(group.hosts)} --node-rank $(LWS_WORKER_INDEX) --nproc-per-node {gpus} "
         f"--master-addr $(LWS_LEADER_ADDRESS) --master-port {PORT} {_command(group)}"
     )
     container: dict[str, Any] = {
@@ -72,7 +80,10 @@ def _leader_worker_set(plan: PlanFile, group: GroupFile, gpus: int) -> str:
         "image": "IMAGE",  # the operator's own
         "workingDir": "/plan",
         "command": ["sh", "-c", command],
-        "env": [{"name": "MODEL", "value": "/model"}],
+        "env": [
+            {"name": "MODEL", "value": "/model"},
+            {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
         "volumeMounts": [{"name": "plan", "mountPath": "/plan"}, {"name": "model", "mountPath": "/model"}],
     }
     if not cpu:
@@ -98,8 +109,10 @@ def _leader_worker_set(plan: PlanFile, group: GroupFile, gpus: int) -> str:
         },
     }
     head = (
-        f"# kubectl create configmap bywash-{group.name}-plan --from-file=plan.yaml\n"
+        f"# kubectl create configmap bywash-{group.name}-plan --from-file=plan.yaml \\\n"
+        "#   $(ls fabric/*.nccl.env 2>/dev/null | sed 's/^/--from-file=/')\n"
         "# Set IMAGE to an image with bywash, and the claim `model` to where the checkpoint lies.\n"
+        f"{_sending(group)}"
     )
     text: str = yaml.safe_dump(data, sort_keys=False, width=120)
     return head + text

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from bywash.errors import ConfigError
+from bywash.exchange.node_schedule import NodeSchedule
 from bywash.fabric.schema import as_config_error
 from bywash.moe.pipeline.schedule import Split
 from bywash.planner.plan import MICRO_BATCH, Plan, PlannedGroup, run_speeds
@@ -35,7 +36,8 @@ class Predicted(_Strict):
 
 class GroupFile(_Strict):
     """One expert-parallel group. `home` is the rank of each expert, the same in all layers; `homes` layer by layer, for
-    engines that place layers apart."""
+    engines that place layers apart. `schedule` and `qps_per_pair` are the simulator's words for how messages leave,
+    `node_schedule` is what the runtime is told (`bywash run --node-schedule`)."""
 
     name: str
     hosts: list[str]
@@ -49,6 +51,7 @@ class GroupFile(_Strict):
     rows: Literal["per-expert", "per-rank", "per-node"] = "per-rank"
     path: Literal["flat", "hierarchical"] = "flat"
     schedule: str = ""
+    node_schedule: str = "together"
     qps_per_pair: int = Field(default=1, ge=1)
     combine: Literal["exact", "stable", "fast"] = "exact"
     overlap: Literal["off", "microbatch", "tile", "shared"] = "off"
@@ -70,6 +73,10 @@ class GroupFile(_Strict):
                 raise ValueError(f"home[{expert}] = {rank}: ranks are 0 to {self.ranks - 1}")
         if self.speeds and len(self.speeds) != self.ranks:
             raise ValueError(f"speeds: {len(self.speeds)} for {self.ranks} ranks")
+        try:
+            NodeSchedule.parse(self.node_schedule)
+        except ConfigError as error:
+            raise ValueError(str(error).replace("--node-schedule ", "node_schedule = ", 1)) from error
         return self
 
 
@@ -144,6 +151,7 @@ def _group(plan: Plan, one: PlannedGroup) -> GroupFile:
         rows=chosen.way.rows,
         path=chosen.way.path,
         schedule=chosen.sending.schedule if chosen.sending is not None else "",
+        node_schedule=one.node_schedule,
         qps_per_pair=chosen.sending.qps if chosen.sending is not None else 1,
         combine="exact" if cpu else "fast",
         overlap=_overlap(prefill.split),

@@ -10,7 +10,9 @@ from bywash.planner.candidate import Outcome, PhaseCost
 from bywash.planner.cluster_text import table
 from bywash.planner.deployment import Deployment
 from bywash.planner.figures import Figure
+from bywash.planner.network import Simulated
 from bywash.planner.plan import Plan, PlannedGroup
+from bywash.planner.sendings import node_schedule
 
 WIDTH, HEIGHT = 64, 12
 _SHOWN = 8
@@ -20,7 +22,7 @@ def plan_text(plan: Plan) -> str:
     """Everything, winner first."""
     parts = [headline(plan), f"traffic: {plan.sample.note}"]
     if plan.feasible:
-        parts += [_groups(plan), _arithmetic(plan), pareto_text(plan.result.pareto)]
+        parts += [_groups(plan), _sendings(plan), _arithmetic(plan), pareto_text(plan.result.pareto)]
     parts += [_ranking(plan.result.ranked), _looked_at(plan)]
     if plan.fabric is not None:
         parts.append(_fabric(plan))
@@ -88,6 +90,37 @@ def alike(groups: Sequence[PlannedGroup]) -> list[tuple[str, PlannedGroup]]:
         key = (one.outcome.arithmetic, one.outcome.candidate.group.describe(), one.outcome.candidate.way)
         found.setdefault(key, []).append(one)
     return [(", ".join(one.name for one in same), same[0]) for same in found.values()]
+
+
+SENDING_COLUMNS = ("groups", "sending", "--node-schedule", "decode us", "prefill us", "tokens/s", "why not")
+SENDINGS_NOTE = (
+    "sending between hosts: dispatch + combine of a layer, each group alone, simulated; the first of each is taken"
+)
+
+
+def _sendings(plan: Plan) -> str:
+    rows = sending_rows(plan)
+    return "\n".join([SENDINGS_NOTE, table([list(row) for row in (SENDING_COLUMNS, *rows)])]) if rows else ""
+
+
+def sending_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Every way of sending that was tried for the winner's groups, under `SENDING_COLUMNS`: the one taken, what others
+    cost against it, and which of them the runtime cannot keep to."""
+    rows = []
+    for names, one in alike(plan.groups):
+        for tried in one.sendings:
+            option = "-" if tried.refused else node_schedule(tried.sending, one.outcome.candidate.group)
+            times = [_against(tried.runs[phase], one.sendings[0].runs[phase]) for phase in ("decode", "prefill")]
+            rows.append(
+                (names, str(tried.sending), option, *times, f"{tried.outcome.tokens_per_s:,.0f}", tried.refused)
+            )
+    return rows
+
+
+def _against(run: Simulated, taken: Simulated) -> str:
+    """Such as `80 + 150 (1.020x)`: so many times what was taken."""
+    times = (run.dispatch_us + run.combine_us) / (taken.dispatch_us + taken.combine_us)
+    return f"{run.dispatch_us:,.0f} + {run.combine_us:,.0f}" + (f" ({times:.3f}x)" if run is not taken else "")
 
 
 def _arithmetic(plan: Plan) -> str:
