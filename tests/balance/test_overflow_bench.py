@@ -102,7 +102,7 @@ def test_command_reads_counts_and_traces(tmp_path):
         (["--policy", "best"], "--policy best"),
         (["--ep", "0"], "--ep 0"),
         (["--alpha", "0.5"], "--alpha 0.5"),
-        (["--break-even", "0"], "fetch_rows = 0"),
+        (["--break-even", "0"], "--break-even 0: must be 1 to"),
         (["--capacity", "5", "--break-even", "9"], "no slot could ever be used"),
     ],
 )

@@ -80,7 +80,7 @@ def emulated(tmp_path_factory):
             [compiler, "-O1", "-w", "-std=c++17", "-shared", "-fPIC", f"-DRANKS={ranks}", f"-DEXPERTS={experts}",
              f"-DSLOTS={slots}", f'-DKERNEL_FILE="{folder / "plan.inc"}"', "-o", library,
              str(Path(__file__).with_name("block_emulator.cpp"))],
-            check=True, timeout=120,
+            check=True, timeout=200,
         )  # fmt: skip
         return Emulated(ctypes.CDLL(str(library)))
 

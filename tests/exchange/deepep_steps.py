@@ -9,6 +9,7 @@ from torch import Tensor
 
 import bywash.deepep as deep_ep
 from bywash.deepep import naive
+from bywash.errors import BywashError
 from bywash.exchange.fp8_rows import quantise_rows
 
 
@@ -252,6 +253,41 @@ def repeated_calls(group, case: Case, seed: int, device: str = "cpu") -> int:
         buffer.barrier()
         buffer.destroy()
         return extra
+
+
+def uniform(buffer, tokens: int, **options):
+    """A dispatch of `tokens` rows of ones, each to the first expert of every rank."""
+    x = torch.ones(tokens, 16, dtype=torch.bfloat16)
+    ids = (2 * torch.arange(buffer.num_ranks)).repeat(tokens, 1)
+    return buffer.dispatch(x, topk_idx=ids, num_experts=2 * buffer.num_ranks, **options)
+
+
+def too_many_tokens(group, before: int) -> str:
+    """Rank 1 brings more tokens than were announced, after some good steps: each rank's error."""
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=8)
+    for _ in range(before):
+        recv, *_, handle, _ = uniform(buffer, 8)
+        buffer.combine(recv, handle)
+    try:
+        uniform(buffer, 9 if group.rank == 1 else 8)
+    except BywashError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def ever_larger(group) -> int:
+    """Dispatches for more tokens than the ones before, combines in another order. Gives the carriers opened."""
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=4)
+    got = [uniform(buffer, tokens, num_max_tokens_per_rank=tokens) for tokens in (4, 9, 3)]
+    for n in (1, 2, 0):
+        recv, *_, handle, _ = got[n]
+        assert recv.shape[0] == buffer.num_ranks * (4, 9, 3)[n]
+        out, _, _ = buffer.combine(recv, handle)
+        assert torch.equal(out, torch.full_like(out, buffer.num_ranks))
+    buffer.check()
+    opened = len(list(buffer._works))
+    buffer.destroy()
+    return opened
 
 
 def same(got: Tensor, want: list[Tensor]) -> None:

@@ -155,7 +155,7 @@ def elastic_steps(group, devices, config, steps, seed, *, capacity=0, resize=Fal
     for record in records:
         device.seal(record)
     device.check()
-    group.threads.barrier.wait(60) if hasattr(group, "threads") else group.share("sealed", "sealing")
+    group.threads.barrier.wait(200) if hasattr(group, "threads") else group.share("sealed", "sealing")
     last = [None] * layers
     spilled = waves = fetched = 0
     for step in range(steps):
@@ -245,7 +245,7 @@ def damaged(group, devices, config):
     device.seal(record)
     device.check()
     pool.sums(0).add_(1)
-    group.threads.barrier.wait(60) if hasattr(group, "threads") else group.share("sealed", "sealing")
+    group.threads.barrier.wait(200) if hasattr(group, "threads") else group.share("sealed", "sealing")
     x, ids, weights = draw(torch.Generator().manual_seed(3), "one rank", config["tokens"], Reals(device.layout))
     device.begin(record, planner, x.cuda(), ids.cuda(), weights.cuda())
     device.fetch()

@@ -202,15 +202,13 @@ def on_gpus(group, names, config, function, *args):
         return function(device, hosts, placement, *args)
     finally:
         device.close()
+        device.wire.close()
 
 
 class GlooWire(NcclWire):
     """The same calls between CPU processes."""
 
-    device = "cpu"
-
-    def __init__(self, group, peers, rank, schedule):
-        self.group, self._peers, self._me, self._schedule = group, peers, peers.index(rank), schedule
+    device, backend, patience_s = "cpu", "gloo", 10.0
 
     def buffers(self, make):
         return make()
@@ -223,12 +221,50 @@ def over_gloo(group, schedule, config, function, *args):
     """`function(device, hosts, placement, *args)` with every process a host of its own, kernels emulated."""
     hosts = HostMap.of(range(group.ranks))
     placement = Placement.equal(config["experts"], group.ranks)
-    wire = GlooWire(None, list(range(group.ranks)), group.rank, schedule)
-    with emulator.emulated():
-        alone = emulator.Threads(1, group.deadline_s).rank(0)
-        layout = layout_of(hosts, **config)
-        device = NodeDevice(group, layout, placement.home_E, wire, hosts=hosts, inner_members=alone)
-        return function(device, hosts, placement, *args)
+    wire = GlooWire.open(group, hosts, schedule)
+    try:
+        with emulator.emulated():
+            alone = emulator.Threads(1, group.deadline_s).rank(0)
+            layout = layout_of(hosts, **config)
+            device = NodeDevice(group, layout, placement.home_E, wire, hosts=hosts, inner_members=alone)
+            return function(device, hosts, placement, *args)
+    finally:
+        wire.close()
+
+
+class PatientWire(GlooWire):
+    """As patient as NCCL."""
+
+    patience_s = NcclWire.patience_s
+
+
+def used_after_close(group):
+    """A wire that works, and one that is closed."""
+    wire = PatientWire.open(group, HostMap.of(range(group.ranks)))
+    mine, theirs = torch.full((3,), float(group.rank)), torch.empty(3)
+    wire([[mine]], [[theirs]])
+    wire.close()
+    wire.close()
+    try:
+        wire([[mine]], [[theirs]])
+    except BywashError as error:
+        return theirs.tolist(), f"{type(error).__name__}: {error}"
+    return theirs.tolist(), "no error"
+
+
+def nobody_at_the_other_end(group, stage):
+    """Rank 1 stops before a stage of opening; rank 0's error."""
+    hosts = HostMap.of(range(group.ranks))
+    if stage != "meet" and group.rank == 1:
+        group.share("here", "the stage before")
+    if group.rank == 1:
+        return "stayed away"
+    group.deadline_s = 1.0
+    try:
+        PatientWire.open(group, hosts)
+    except BywashError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def same_bits_as_peer(device, hosts, placement, seed):

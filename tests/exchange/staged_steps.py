@@ -44,7 +44,7 @@ class Host:
         return (0,)
 
     def cuStreamWaitValue32(self, stream, address, value, flags):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 100
         while ctypes.c_uint32.from_address(address).value != value:
             assert time.monotonic() < end, "nobody raised the word"
             time.sleep(0)

@@ -1,5 +1,6 @@
 """Rows to ranks and sums back over the CPU exchanges, in process groups that somebody else made."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from bywash.exchange import open_exchange
 from bywash.exchange.borrowed import BorrowedGroup
 from bywash.exchange.carrier import ExchangeCarrier
 from bywash.exchange.payload import RowFormat, RowParts
+from tests.ranks import RankPool
 
 COLUMNS, TOP_K = 5, 3
 
@@ -32,7 +34,7 @@ def carry(group, name):
     pair = dist.new_group([2, 1])  # collective over all ranks
     if group.rank == 0:
         return 0
-    borrowed = BorrowedGroup(pair, deadline_s=20)
+    borrowed = BorrowedGroup(pair, deadline_s=60)
     assert (borrowed.ranks, borrowed.hosts.hosts) == (2, 1)
     form = RowFormat(columns=COLUMNS, dtype=torch.float32, scales=2, scale_dtype=torch.int32, top_k=TOP_K)
     exchange = open_exchange(name, borrowed, combine_mode="exact")
@@ -94,6 +96,63 @@ def test_a_rank_that_does_not_join_is_named(pools):
     pool = pools(2)
     assert pool.run(stay_away) == ["stayed away", "noticed"]
     pool.close()  # the ranks have borrowed the group unequally often
+
+
+def miss_collectives(group):
+    """Rank 1 joins and then stays away; the process group would wait for half an hour."""
+    errors = []
+    for call in ("counts", "start"):
+        borrowed = BorrowedGroup(dist.new_group(), deadline_s=60)
+        exchange = open_exchange("gloo", borrowed, combine_mode="exact")
+        borrowed.deadline_s = 1  # not for joining, which may take longer
+        if group.rank == 1:
+            continue
+        try:
+            if call == "counts":
+                exchange.counts(np.zeros(2, np.int32))
+            else:
+                carrier = ExchangeCarrier(exchange, columns=4, dtype=torch.float32, sent_bytes=16)
+                carrier.start(torch.zeros(3, 16, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.int64))
+        except RankLostError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_borrowed_group_has_our_deadline():
+    pool = RankPool(2)
+    (counts, start), _ = pool.run(miss_collectives)
+    pool.close()
+    for error, during in ((counts, "gathering counts"), (start, "agreeing on the plan")):
+        assert "rank 1 " in error
+        assert "is late" in error
+        assert during in error
+
+
+def refuse_the_third(group, name):
+    """Two steps that nobody closes, and a third that rank 1 refuses: each rank's error."""
+    exchange = open_exchange(name, BorrowedGroup(dist.new_group(), deadline_s=60), combine_mode="exact")
+    carrier = ExchangeCarrier(exchange, columns=4, dtype=torch.float32, sent_bytes=16)
+    rows, ranks = torch.zeros(3, 16, dtype=torch.uint8), torch.ones(3, 1, dtype=torch.int64)
+    for _ in range(2):
+        carrier.start(rows, ranks)
+    try:
+        if group.rank == 1:
+            carrier.refuse(ConfigError("rank 1 has no rows to send"))
+        carrier.finish(carrier.start(rows, ranks))
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("shm", "rank 1 has no rows to send (found by rank 1)"),
+        ("gloo", "rank 1 refused this step before it sent a row: its own error says why"),
+    ],
+)
+def test_a_rank_that_refuses_a_step_is_named_at_once(pools, name, told):
+    assert pools(2).run(refuse_the_third, name) == [told, "rank 1 has no rows to send"]
 
 
 def test_misuse():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bywash.deepep as deep_ep
-from bywash.deepep import buffer, layout, naive
+from bywash.deepep import layout, naive, works
 from bywash.deepep.weights import join_weights, split_weights
 from bywash.errors import ConfigError, RoutingError
 from bywash.exchange.carrier import ranks_of_experts
@@ -48,7 +48,7 @@ class Ranks(emulator.Threads):
 
     def rank(self, rank):
         members = super().rank(rank)
-        members.share = lambda value, during: self.barrier.wait(60)
+        members.share = lambda value, during: self.barrier.wait(200)
         return members
 
 
@@ -56,7 +56,7 @@ class Ranks(emulator.Threads):
 def emulated_gpus(monkeypatch):
     if emulator.COMPILER is None:
         pytest.skip("needs g++ to compile the kernels for the CPU")
-    monkeypatch.setattr(buffer, "open_carrier", lambda group, *, cuda, **sizes: DeviceCarrier(group, **sizes))
+    monkeypatch.setattr(works, "open_carrier", lambda group, *, cuda, **sizes: DeviceCarrier(group, **sizes))
     with emulator.emulated():
         yield Ranks(2, 60.0)
 
@@ -99,6 +99,33 @@ def steady_loop(group):
     return buffer.extra_steps
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_rank_with_too_many_tokens_is_named_on_every_rank(pools, before):
+    pool = pools(2)
+    few, many = pool.run(deepep_steps.too_many_tokens, before)
+    assert many == "ConfigError: deepep: rank 1 brings 9 tokens to a dispatch, num_max_tokens_per_rank is 8"
+    assert few == f"{many} (found by rank 1)"
+
+
+def test_a_dispatch_larger_than_all_before_it(pools):
+    assert pools(2).run(deepep_steps.ever_larger) == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_dispatch_larger_than_all_before_it_on_emulated_gpus(emulated_gpus):
+    assert emulated_gpus.run(deepep_steps.ever_larger) == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_rank_with_too_many_tokens_is_named_on_every_emulated_gpu(emulated_gpus):
+    few, many = emulated_gpus.run(deepep_steps.too_many_tokens, 1)
+    assert "rank 1 brings 9 tokens" in many
+    assert few == (
+        "ConfigError: exchange peer: rank 1 brought more tokens than the heap has room for; rank 1 told rank 0 while "
+        "waiting for dispatched rows"
+    )
+
+
 def test_a_torch_process_group_and_bias(pools):
     pools(2).run(torch_group)
 
@@ -121,7 +148,6 @@ def torch_group(group):
         (lambda: deep_ep.ElasticBuffer(group, num_cpu_bytes=1), "num_cpu_bytes"),
         (lambda: buffer.dispatch(x, topk_idx=ids, num_experts=3), "num_experts 3"),
         (lambda: buffer.dispatch(x, handle=handle, do_expand=True), "do_expand"),
-        (lambda: buffer.dispatch(torch.cat([x, x]), topk_idx=torch.cat([ids, ids]), num_experts=2), "8 tokens"),
         (lambda: buffer.dispatch(x.long(), topk_idx=ids, num_experts=2), "int64"),
         (lambda: buffer.combine(recv[1:], handle), "combine of"),
         (lambda: buffer.combine(recv.repeat(1, 3), handle), "left room for"),

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from bywash.balance import Placement, plan_step
 from bywash.errors import ConfigError
+from bywash.exchange import shm_endpoint
 from bywash.exchange.link import Link, LinkClocks, describe
 from bywash.exchange.shm import ShmExchange
+from bywash.memory import sleep_until_ns
 from bywash.routing import Routing
 from tests.exchange.shm_steps import counts_of
 
@@ -48,8 +51,9 @@ HIDDEN = 2048
 
 
 def deliveries(group, link, tokens, repeats):
-    """Rank 0 sends `tokens` rows to rank 1; by repeat, CLOCK_MONOTONIC ns when the message was handed to the link (on
-    rank 0) or seen behind it (on rank 1), when the call around that began or ended, and the CPU time of the wait.
+    """Rank 0 sends `tokens` rows to rank 1. By repeat, in ns of CLOCK_MONOTONIC, which both share: on rank 0 when the
+    message was handed to the link, when the call around that began, 0, 0; on rank 1 when it was seen behind the link,
+    when the call ended, the CPU time of the wait, and until when the link made it wait.
     """
     exchange = ShmExchange(group, tokens=tokens, link=link)
     mine = tokens if group.rank == 0 else 0
@@ -67,48 +71,71 @@ def deliveries(group, link, tokens, repeats):
         await_flags(*args)
         stamps.extend([time.monotonic_ns(), time.thread_time_ns() - cpu])
 
+    def stamped_sleep(due_ns):
+        stamps.append(due_ns)
+        sleep_until_ns(due_ns)
+
     exchange._end.signal, exchange._end.await_flags = stamped_signal, stamped_await
     times = []
-    for _ in range(repeats + 1):
-        plan = plan_step(exchange.counts(counts_of(routing)), Placement.equal(2, 2))
-        stamps.clear()
-        called = time.monotonic_ns()
-        received, handle = exchange.dispatch(x, routing, plan)
-        returned = time.monotonic_ns()
-        times.append((stamps[0], called, 0) if group.rank == 0 else (stamps[1], returned, stamps[2]))
-        exchange.combine(handle, received.rows_ND)
+    with mock.patch.object(shm_endpoint, "sleep_until_ns", stamped_sleep):
+        for _ in range(repeats + 1):
+            plan = plan_step(exchange.counts(counts_of(routing)), Placement.equal(2, 2))
+            stamps.clear()
+            called = time.monotonic_ns()
+            received, handle = exchange.dispatch(x, routing, plan)
+            returned = time.monotonic_ns()
+            _, due, seen, cpu = stamps[:4] if group.rank == 1 else (0, 0, stamps[0], 0)
+            times.append((seen, called if group.rank == 0 else returned, cpu, due))
+            exchange.combine(handle, received.rows_ND)
     exchange.close()
     return times[1:], exchange.emulated  # the first step opened the heap
 
 
-@pytest.mark.parametrize(
+LINKS = pytest.mark.parametrize(
     ("rate_gbps", "latency_us", "tokens"), [(4, 200, 512), (4, 20, 1024), (10, 5000, 130)], ids=str
 )
-def test_a_message_over_1_mb_arrives_when_the_link_would_deliver_it(pools, rate_gbps, latency_us, tokens):
-    """Within 5 % of rate and latency. A busy machine only ever delays, so the best of several runs is the claim."""
+
+
+def delivered(pools, rate_gbps, latency_us, tokens, repeats):
+    """What `deliveries` found on rank 0 and on rank 1, and the ideal, ns."""
     link = Link(rate_gbps=rate_gbps, latency_us=latency_us)
-    (sent, label), (arrived, _) = pools(2).run(deliveries, link, tokens, 9)
+    (sent, label), (arrived, _) = pools(2).run(deliveries, link, tokens, repeats)
+    assert label == f"emulated link: {rate_gbps} Gb/s, {latency_us} us"
     size_bytes = tokens * (HIDDEN * 4 + 8) + 64 + 2 * 8 + 16
     assert size_bytes > 1_000_000
-    ideal_ns = size_bytes * 8 / rate_gbps + latency_us * 1000
+    return sent, arrived, size_bytes * 8 / rate_gbps + latency_us * 1000
+
+
+@LINKS
+def test_a_message_over_1_mb_is_due_when_the_link_would_deliver_it(pools, rate_gbps, latency_us, tokens):
+    """To the nanosecond, and it is not seen before."""
+    sent, arrived, ideal_ns = delivered(pools, rate_gbps, latency_us, tokens, 3)
+    for here, there in zip(sent, arrived, strict=True):
+        assert there[3] - here[0] == pytest.approx(ideal_ns, abs=1)
+        assert there[0] >= there[3]
+
+
+@pytest.mark.slow  # what is added to that is the machine's
+@LINKS
+def test_a_message_over_1_mb_arrives_within_5_percent_of_rate_and_latency(pools, rate_gbps, latency_us, tokens):
+    """A busy machine only ever delays, so the best of several runs is the claim."""
+    sent, arrived, ideal_ns = delivered(pools, rate_gbps, latency_us, tokens, 9)
     pairs = list(zip(sent, arrived, strict=True))
     ratios = sorted((there[0] - here[0]) / ideal_ns for here, there in pairs)
     calls = sorted((there[1] - here[1]) / ideal_ns for here, there in pairs)
     print(
-        f"{label}, {size_bytes} B: ideal {ideal_ns / 1000:.0f} us; measured / ideal best {ratios[0]:.4f}, "
+        f"ideal {ideal_ns / 1000:.0f} us; measured / ideal best {ratios[0]:.4f}, "
         f"median {statistics.median(ratios):.4f}, worst {ratios[-1]:.4f}; whole dispatch best {calls[0]:.4f}"
     )
-    assert ratios[0] >= 1.0 - 1e-9, "nothing arrives before it could"
     assert ratios[0] <= 1.05
-    assert label == f"emulated link: {rate_gbps} Gb/s, {latency_us} us"
 
 
 def test_waiting_for_the_link_costs_little_cpu(pools):
     link = Link(rate_gbps=100, latency_us=50_000)
     _, (arrived, _) = pools(2).run(deliveries, link, 16, 3)
-    busiest = min(cpu for _, _, cpu in arrived)
-    print(f"emulated latency 50 ms: {busiest / 1e6:.2f} ms of CPU")
-    assert busiest < 50e6 * 0.2
+    least = min(cpu for _, _, cpu, _ in arrived)
+    print(f"emulated latency 50 ms: {least / 1e6:.2f} ms of CPU")
+    assert least < 50e6 * 0.5, "a wait that spins takes all of it; what others do on the machine is not counted"
 
 
 def test_counts_pay_the_latency_too(pools):

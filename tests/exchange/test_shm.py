@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bywash.balance import Placement, plan_step
@@ -42,7 +42,7 @@ def layer_steps(group, case, reuse_S, names=("shm",)):
     return results
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None)
 @given(case=layer_cases(COMBINES), reuse_S=st.lists(st.booleans(), min_size=1, max_size=3))
 def test_both_protocols_equal_the_oracle_and_in_exact_one_rank_bitwise(pools, case, reuse_S):
     everything = random_experts(case.experts, case.hidden, case.inner, case.dtype, case.seed)

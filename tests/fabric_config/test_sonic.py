@@ -1,14 +1,16 @@
 import json
+from dataclasses import replace
 
 import pytest
 
+from bywash.errors import ConfigError
 from bywash.fabric.config import yang
 from bywash.fabric.config.checks import check
 from bywash.fabric.config.emit import files
 from bywash.fabric.config.rollout import patch, rollout
 from bywash.fabric.config.sonic import config_db
 from tests.fabric_config.broken import BROKEN
-from tests.fabric_config.samples import FABRICS, apply_patch, configs_of, plan_of, yang_models
+from tests.fabric_config.samples import FABRICS, SMALL, apply_patch, configs_of, plan_of, yang_models
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
@@ -88,6 +90,14 @@ def test_all_files_of_a_fabric_say_the_same(fabric):
     service = str(values.lossless[0].dscp[0] << 2 | 2)
     assert f"NCCL_IB_TC={service}\n" in made["server0.nccl.env"]
     assert f"NVSHMEM_IB_TRAFFIC_CLASS={service}\n" in made["server0.nccl.env"]
+
+
+@pytest.mark.parametrize("name", ["../leaf", "a/b", ".leaf", "-leaf", "le af", "x" * 300])
+def test_a_switch_name_that_is_no_file_name_is_refused(name):
+    plan = plan_of(SMALL)
+    odd = replace(plan, switches=(plan.switches[0], replace(plan.switches[1], name=name)))
+    with pytest.raises(ConfigError, match="gives its files their names"):
+        files(odd)
 
 
 def test_emitting_twice_gives_the_same_files():

@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 
 from tests.hosts.network import VETH, TwoHosts
+from tests.leftovers import end_all
+from tests.ranks import DEADLINE_S
 
 PER_HOST = 2
 ANSWER_S = 100.0
@@ -32,7 +34,7 @@ class Cluster:
             self.close()
             raise
 
-    def start(self, job, *, deadline_s=10.0, cable=VETH, environ=None, **arguments):
+    def start(self, job, *, deadline_s=DEADLINE_S, cable=VETH, environ=None, **arguments):
         """Start a job of `tests.hosts.jobs` on all ranks; `environ(rank)` adds to a rank's environment."""
         number = next(self._numbers)
         pids, outs = [], []
@@ -91,9 +93,7 @@ class Job:
                     raise AssertionError(f"ranks {left} did not end within {timeout_s} s: {logs}")
                 time.sleep(0.05)
         finally:
-            for pid in self.pids:
-                if Path(f"/proc/{pid}").exists():
-                    os.kill(pid, signal.SIGKILL)
+            end_all(self.pids)
         answers = [json.loads(self._outs[rank].read_text()) for rank in ranks]
         assert not any("crash" in answer for answer in answers), answers
         return answers

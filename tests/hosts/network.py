@@ -24,6 +24,8 @@ def why_not():
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
         return f"needs {', '.join(missing)}"
+    if not Path("/dev/net/tun").exists():
+        return "needs /dev/net/tun"
     name = f"bywash-try-{os.getpid()}"
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if tried.returncode:

@@ -20,7 +20,8 @@ from tests.hosts import jobs
 from tests.hosts.network import HEADERS_BYTES, RELAYED, VETH
 from tests.moe.common import random_batch, random_experts
 
-DEADLINE_S = 4
+DEADLINE_S = 8
+"""Of jobs that lose a rank: some wait for it to pass. It has to be enough for joining on a busy machine."""
 TOKENS, STEPS, ROW_BYTES = 256, 3, 4 * jobs.SHAPE["hidden"]
 
 
@@ -66,7 +67,7 @@ def test_bywash_run_gives_the_bits_of_one_process(cluster, tmp_path):
     out = tmp_path / "out.json"
     options = {"prompts": 8, "micro_batch": 1, "overlap": "microbatch", "tokens": 4}
     options |= {"node_schedule": "by-counts:1,1.05"}  # two lanes: two steps are in flight
-    cluster.run("bywash_run", check=True, json=str(out), deadline_s=20, **options)
+    cluster.run("bywash_run", check=True, json=str(out), **options)
     report = json.loads(out.read_text())
     assert report["exchange"] == "hierarchical"
     assert report["tokens_identical"]
@@ -108,7 +109,7 @@ def test_a_killed_host_is_named(cluster, tmp_path):
     for answer in answers:
         assert (answer["error"], answer["ranks"]) == ("RankLostError", [2, 3]), answer
         assert "host host-b is lost" in answer["text"]
-    assert took_s < 60, answers  # deadlines are 4 s: this only tells an end from a hang
+    assert took_s < 90, answers  # this only tells an end from a hang
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
@@ -123,13 +124,13 @@ def test_a_cut_cable_ends_both_sides(cluster, network, tmp_path):
     for rank, answer in enumerate(answers):
         assert answer["error"] == "RankLostError", answer
         assert answer["ranks"] == ([2, 3] if rank < 2 else [0, 1]), answer
-    assert took_s < 60, answers
+    assert took_s < 90, answers
 
 
 @pytest.mark.slow
 def test_bywash_run_under_torchrun_on_both_hosts(cluster, tmp_path):
     out = tmp_path / "out.json"
-    options = ["--check", "--tokens", "8", "--json", str(out), "--exchange", "hierarchical", "--deadline", "30"]
+    options = ["--check", "--tokens", "8", "--json", str(out), "--exchange", "hierarchical", "--deadline", "60"]
     agents = []
     for host in range(2):
         torchrun = [

@@ -1,5 +1,6 @@
 """The schedule `by-counts`: every host is offered its line by all senders together, of this very step's bytes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -168,6 +169,32 @@ def test_a_rate_that_no_step_can_keep_within_the_deadline_is_an_error(schedule):
         ConfigError, match=f"--node-schedule {schedule}: at this rate a step takes .* the deadline is 10 s"
     ):
         leg.begin(node_leg.Message.ROWS, parts, {}, "dispatching rows", np.array([0, 10**6, 10**6]))
+
+
+def test_a_second_step_has_the_link_once_the_first_has_left(monkeypatch):
+    """By a clock that only sleeping moves: its pieces keep their distances from each other, none before its turn."""
+    now, left = [0.0], []
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def isend(part, rank, tag):
+        left.append(now[0])
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(node_leg, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(node_leg.dist, "isend", isend)
+    group = SimpleNamespace(rank=0, deadline_s=10.0, blame=lambda what: nullcontext())
+    leg = node_leg.NodeLeg(group, HostMap.of("abc"), NodeSchedule.parse("by-counts:0.01"))
+    parts, due_H = {1: torch.zeros(50_000), 2: torch.zeros(20_000)}, np.array([0, 10**6, 10**6])
+    steps = [leg.begin(node_leg.Message.ROWS, parts, {}, "dispatching rows", due_H) for _ in range(2)]
+    for step in steps:
+        step.began = 0.0  # as if begun by this clock
+    for step in steps:
+        leg.finish(step, "waiting for dispatched rows")
+    first, second = np.array(left[: len(left) // 2]), np.array(left[len(left) // 2 :])
+    assert 0.7 < first[-1] < 0.8  # of 1 MB at 10 Mb/s, but for the last piece
+    assert second == pytest.approx(first + first[-1])
 
 
 def test_two_hosts_paced_over_a_cable_give_the_same_bits(cluster):

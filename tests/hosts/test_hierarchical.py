@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bywash.balance import Limits, Placement
@@ -48,7 +48,7 @@ def layer_steps(group, case, names, steps, schedule="together", slots=0):
     return outputs
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None)
 @given(
     case=layer_cases(["exact", "stable", "fast"], ranks=(2, 4), inner=24, tokens=(0, 0, 1, 5, 17, 33), skews=(0.0,)),
     names=st.lists(st.sampled_from("aabbc"), min_size=4, max_size=4),
@@ -117,9 +117,13 @@ def test_every_rank_has_one_gateway_on_every_other_host(names):
         ("paced:25,1.05", "such as paced:25"),
         ("by-counts", "such as by-counts:25"),
         ("by-counts:,2", "such as by-counts:25"),
-        ("by-counts:25,", "up to 10, such as by-counts:25,1.05"),
-        ("by-counts:25,0", "above 0"),
-        ("by-counts:25,1,2", "above 0"),
+        ("by-counts:25,", "from 0.01 to 10, such as by-counts:25,1.05"),
+        ("by-counts:25,0", "from 0.01"),
+        ("by-counts:25,1,2", "from 0.01"),
+        ("by-counts:25, 1", "from 0.01"),
+        ("by-counts:5e-324", "from 1e-06 to 100000"),
+        ("paced:2_5", "from 1e-06 to 100000"),
+        ("paced:\u0662\u0665", "such as paced:25"),
     ],
 )
 def test_schedules_that_cannot_be_are_refused(text, words):
@@ -128,7 +132,15 @@ def test_schedules_that_cannot_be_are_refused(text, words):
 
 
 def test_schedules_read_as_they_are_written():
-    for text in ("together", "rotated", "staggered:25", "paced:0.2", "by-counts:400", "by-counts:25,1.05"):
+    for text in (
+        "together",
+        "rotated",
+        "staggered:25",
+        "paced:0.2",
+        "by-counts:400",
+        "by-counts:25,1.05",
+        "paced:1e-05",
+    ):
         assert str(NodeSchedule.parse(text)) == text
 
 

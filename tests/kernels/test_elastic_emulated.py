@@ -1,8 +1,17 @@
 """The elastic exchange's kernels, emulated on the CPU: the steps that GPUs run, against the same oracles."""
 
-import pytest
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
-from bywash.balance import Limits
+import pytest
+import torch
+
+from bywash.balance import Limits, Placement, SlotDirectory
+from bywash.errors import ConfigError
+from bywash.moe import elastic_layer
+from bywash.routing import Routing
 from tests.exchange import elastic_steps
 from tests.kernels import emulator
 
@@ -77,3 +86,78 @@ def test_damaged_weights_are_an_error_on_every_rank():
         answers = emulator.Threads(2, 20.0).run(elastic_steps.damaged, 1, config)
     assert {kind for kind, _ in answers} == {"ExchangeError"}, answers
     assert all("damaged" in text for _, text in answers), answers
+
+
+class FactorExperts:
+    """The tests' experts in place of `ElasticExperts`, which need a GPU; one call computes own ones and guests."""
+
+    def __init__(self, layers, number):
+        self._layers, self._number = layers, number
+
+    def own_outputs(self, received, out_MD):
+        layers = self._layers
+        y = elastic_steps.compute(layers.device, layers.slots, received, self._number, out_MD.shape[0])
+        if received.target_M is not None:
+            elastic_steps.push_outputs(received, y)
+        return y
+
+    def guest_outputs(self, received, out_MD):
+        pass
+
+    def check(self):
+        pass
+
+
+def use_and_close(group):
+    """A good step of `ElasticLayers`, whether `close` lets memory go, and then every use of what is closed."""
+    experts, tokens, hidden = 6, 4, 8
+    placement = Placement.equal(experts, group.ranks)
+    sizes = elastic_layer.ElasticSizes(
+        tokens=tokens, top_k=2, hidden=hidden, inner=elastic_steps.INNER, layers=1, slots=1, pairs=2 * tokens * 2
+    )
+    layers = elastic_layer.ElasticLayers(group, placement, Limits(), sizes, num_sms=1)
+    elastic_steps.fill_weights(layers.slots, placement, group.rank, 1)
+    layer = layers.layer(0)
+    group.threads.barrier.wait(200)
+    generator = torch.Generator().manual_seed(group.rank)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    ids = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :2].contiguous()
+    routing = Routing(ids_TK=ids, weights_TK=torch.rand(tokens, 2, generator=generator), num_experts=experts)
+    out = layer(x, routing)
+    layer.check()
+    home_TK = torch.from_numpy(placement.home_E).long()[ids]
+    expected = elastic_steps.oracle(x, ids, routing.weights_TK, home_TK, 0, experts, "stable")
+    assert torch.equal(out, expected)
+    group.threads.barrier.wait(200)
+    held = weakref.ref(layer.record.counts_RE), weakref.ref(layers.h_MF), weakref.ref(layers.y_MD)
+    layers.close()
+    layers.close()
+    assert layers.slots.mapped_bytes == 0
+    assert not any(gone() for gone in held)
+    for use in (
+        lambda: layer(x, routing),
+        layer.check,
+        lambda: layers.layer(0),
+        lambda: layers.resize(1),
+        lambda: layers.device.dispatch(x, ids, routing.weights_TK),
+        lambda: layers.slots.own(0),
+    ):
+        with pytest.raises(ConfigError, match="closed"):
+            use()
+
+
+def test_closed_layers_give_their_memory_back_and_run_no_more():
+    stream = SimpleNamespace(
+        synchronize=lambda: None, wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: "event"
+    )
+    streams = {"Stream": lambda **_: stream, "stream": lambda _: nullcontext(), "current_stream": lambda: stream}
+    parts = {"_open_planner": host_planner, "ElasticExperts": FactorExperts}
+    with emulator.emulated(), mock.patch.multiple(torch.cuda, **streams), mock.patch.multiple(elastic_layer, **parts):
+        emulator.Threads(2, 60.0).run(use_and_close)
+
+
+def host_planner(placement, limits, sizes):
+    directory = SlotDirectory.empty(
+        ranks=placement.ranks, slots=sizes.slots, experts=placement.num_experts, layers=sizes.layers
+    )
+    return elastic_steps.HostPlanner(placement, limits, directory)

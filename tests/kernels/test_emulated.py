@@ -86,12 +86,29 @@ def run_layers(group, config):
         received = device.dispatch(x, ids, weights)  # who only asks for outputs finds all of them in y
         assert peer_steps.same_bits(device.combine(layer.compute(received)), expected), f"push {push}, by hand"
         pushed.append(experts.pushed)
-    if not layout.apart:
+    if layout.apart:
+        refuse_pushing_batches(device, x, ids, weights)
+    else:
         with pytest.raises(ConfigError, match="all travel summed"):
             device.combine(out.new_zeros(1, layout.hidden), pushed=True)
     with pytest.raises(ConfigError, match="to push"):
         layer.compute(received, push=True)
     return pushed
+
+
+def refuse_pushing_batches(device, x, ids, weights):
+    """Once rows are batched, outputs are not where the targets are meant for; the step can still be combined."""
+    device.dispatch(x, ids, weights)
+    y = torch.zeros(device.batch(device.layout.places).index_LC.numel(), device.layout.hidden, dtype=x.dtype)
+    with pytest.raises(ConfigError, match="pushed after `batch`"):
+        device.combine(y, pushed=True)
+    assert not device.combine(y).any()
+    device.check()
+    received = device.dispatch(x, ids, weights)  # the next step may push again
+    y = torch.zeros(received.index_M.numel(), device.layout.hidden, dtype=x.dtype)
+    push_outputs(received, y)
+    assert not device.combine(y, pushed=True).any()
+    device.check()
 
 
 @pytest.mark.parametrize("mode", ["exact", pytest.param("stable", marks=pytest.mark.slow)])
@@ -117,6 +134,7 @@ def refuse_arguments(group):
         "a step of 180 tokens": lambda: device.dispatch(*(torch.cat([t, t]) for t in (x, ids, weights))),
         "combine before any dispatch": lambda: device.combine(y),
         "batches of -1": lambda: device.batch(-1),
+        "generation 2; 0 to 1": lambda: device.dispatch(x, ids, weights, generation=2),
         "12 of 0 to 1 are needed": lambda: device.set_plan(np.full(12, 2), 0, 0),
     }
     for words, call in wrong.items():

@@ -35,7 +35,7 @@ def misuse(group):
         )
 
     for wrong, words in (
-        ({"step_tokens": 3}, "4 tokens, where no rank was to bring more than 3"),
+        ({"step_tokens": 3}, "rank 0 brings 4 tokens to a step, where no rank was to bring more than 3"),
         ({"ids": ids[:, :1]}, r"ids \[4, 1\] and weights \[4, 2\]"),
         ({"scales": torch.ones(4, 1, dtype=torch.int32)}, "scales are torch.int32"),
     ):

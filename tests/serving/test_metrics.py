@@ -78,10 +78,10 @@ def test_over_http(counter):
     server = metrics.serve(0)
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=100) as answer:
             assert f"{EXPECTED} 3" in answer.read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{url}/other", timeout=5)
+            urllib.request.urlopen(f"{url}/other", timeout=100)
         with pytest.raises(ConfigError, match="metrics port"):
             metrics.serve(server.server_address[1])
     finally:
@@ -109,10 +109,10 @@ def test_workers_of_an_engine_publish_through_its_files(tmp_path):
     pytest.importorskip("prometheus_client")
     env = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     for code in (WORKER, WORKER):  # two workers: their sums are added
-        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
     reader = (
         "import sys; from prometheus_client import CollectorRegistry, generate_latest, multiprocess as m; "
         "r = CollectorRegistry(); m.MultiProcessCollector(r); print(generate_latest(r).decode())"
     )
-    found = subprocess.run([sys.executable, "-c", reader], env=env, check=True, timeout=60, capture_output=True)
+    found = subprocess.run([sys.executable, "-c", reader], env=env, check=True, timeout=100, capture_output=True)
     assert 'bywash_moe_steps_total{rank="5"} 14.0' in found.stdout.decode()

@@ -43,6 +43,8 @@ def test_fp8_rows_travel_with_their_scales(pools, per_token):
 
 @needs_vllm
 def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
+    from vllm.config import VllmConfig, set_current_vllm_config
+
     from bywash.serving import vllm_halves
 
     def original(moe, quant_config, routing_tables=None, allow_new_interface=False, use_monolithic=False):
@@ -56,6 +58,10 @@ def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
         vllm_halves.make_halves(original, other, None, allow_new_interface=True)
     with pytest.raises(ConfigError, match="moe-backend"):
         vllm_halves.make_halves(original, spread, None, allow_new_interface=True, use_monolithic=True)
+    three = VllmConfig()
+    three.parallel_config.ubatch_size = 3  # afterwards, since vLLM 0.32 has micro-batches with other backends only
+    with set_current_vllm_config(three), pytest.raises(ConfigError, match="--ubatch-size 3: bywash keeps 2"):
+        vllm_halves.make_halves(original, spread, None, allow_new_interface=True)
     with pytest.raises(ConfigError, match="nvfp4"):
         vllm_halves._quantised(torch.zeros(1, 2), SimpleNamespace(quant_dtype="nvfp4"), False)
 

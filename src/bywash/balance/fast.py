@@ -7,6 +7,9 @@ Imported by the first plan that has limits: numba takes half a second to load.
 
 # mypy: disable-error-code="no-any-return,return-value,assignment,arg-type"
 # numba makes every integer an int64; mypy takes those of arrays and those of Python for different things.
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,73 +24,89 @@ I64: TypeAlias = NDArray[Any]
 Flags: TypeAlias = NDArray[Any]
 Four: TypeAlias = tuple[int, int, int, int]
 
+SOURCES = ("fast", "fast_keep", "limits")
 LOAD, TARGET, LEFT, CLOSED = 0, 1, 2, 3
 """Columns of what an attempt knows of a rank: rows, rows it should have, slots still free, nothing left to try."""
 
 
-@njit(cache=True, nogil=True)
-def plan_arrays(
-    counts_RE: I32,
-    home_E: I32,
-    speeds_R: I64,
-    limits: Four,
-    slots: tuple[int, int, int],
-    keys_RS: I32,
-    ages_RS: I32,
-    hot_E: I32,
-    rows_ER: I32,
-    fetch_RS: I32,
-    rows_R: I64,
-) -> int:
-    """Fill in a plan; returns its digest.
+def _sources() -> str:
+    """A digest of all code and constants that are compiled into a plan: numba's cache looks at this file alone."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()
 
-    Args:
-        counts_RE, home_E, speeds_R: see `plan_step`.
-        limits: capacity, alpha in 1024ths, fetch_rows, use_rows.
-        slots: layer, layers, keep.
-        keys_RS, ages_RS, hot_E: the directory, of which the layer's part, changed in place.
-        rows_ER, fetch_RS, rows_R: written.
-    """
-    experts = home_E.size
-    rows_E, weighed_E = np.zeros(experts, np.int64), np.zeros(experts, np.uint32)
-    for source in range(counts_RE.shape[0]):
-        spread = np.uint32(np.uint32(source + 1) * np.uint32(0x9E3779B9))
-        weight = np.uint32((spread ^ (spread >> np.uint32(16))) | np.uint32(1))
+
+def _compiled() -> Callable[..., int]:
+    """`plan_arrays`, compiled at its first call or read from numba's cache. What it calls has no cache of its own."""
+    VERSION = _sources()
+
+    @njit(cache=True, nogil=True)
+    def plan_arrays(
+        counts_RE: I32,
+        home_E: I32,
+        speeds_R: I64,
+        limits: Four,
+        slots: tuple[int, int, int],
+        keys_RS: I32,
+        ages_RS: I32,
+        hot_E: I32,
+        rows_ER: I32,
+        fetch_RS: I32,
+        rows_R: I64,
+    ) -> int:
+        """Fill in a plan; returns its digest.
+
+        Args:
+            counts_RE, home_E, speeds_R: see `plan_step`.
+            limits: capacity, alpha in 1024ths, fetch_rows, use_rows.
+            slots: layer, layers, keep.
+            keys_RS, ages_RS, hot_E: the directory, of which the layer's part, changed in place.
+            rows_ER, fetch_RS, rows_R: written.
+        """
+        _ = VERSION  # part of the cache's key
+        experts = home_E.size
+        rows_E, weighed_E = np.zeros(experts, np.int64), np.zeros(experts, np.uint32)
+        for source in range(counts_RE.shape[0]):
+            spread = np.uint32(np.uint32(source + 1) * np.uint32(0x9E3779B9))
+            weight = np.uint32((spread ^ (spread >> np.uint32(16))) | np.uint32(1))
+            for expert in range(experts):
+                rows_E[expert] += counts_RE[source, expert]
+                weighed_E[expert] += np.uint32(weight * np.uint32(counts_RE[source, expert]))
+        rows_R[:] = 0
+        rows_ER[:] = 0
         for expert in range(experts):
-            rows_E[expert] += counts_RE[source, expert]
-            weighed_E[expert] += np.uint32(weight * np.uint32(counts_RE[source, expert]))
-    rows_R[:] = 0
-    rows_ER[:] = 0
-    for expert in range(experts):
-        rows_R[home_E[expert]] += rows_E[expert]
-        rows_ER[expert, home_E[expert]] = rows_E[expert]
-        hot_E[expert] += min(rows_E[expert], MOST_HOT_ROWS) - hot_E[expert] // HOT_PLANS
-    fetch_RS[:] = -1
-    for rank in range(keys_RS.shape[0]):
-        for slot in range(keys_RS.shape[1]):
-            ages_RS[rank, slot] = min(ages_RS[rank, slot] + 1, MOST_AGE)
-    if _over(rows_R, _targets(rows_R, speeds_R, limits[1])) or rows_E.max() > limits[0]:
-        own_RS = keys_RS // experts == slots[0]
-        held_RS = np.where(own_RS, keys_RS - slots[0] * experts, -1)
-        left_R = ((keys_RS < 0) | own_RS | (ages_RS >= slots[2])).sum(axis=1)
-        target_R = _targets(rows_R, speeds_R, limits[1])
-        pieces_P3 = keep_pieces(rows_E, home_E, rows_R, target_R, held_RS, left_R, hot_E, limits)
-        if pieces_P3.shape[0] == 0:
-            pieces_P3 = _best_attempt(rows_E, home_E, rows_R, speeds_R, limits, held_RS, left_R)
-        for expert, rank, rows in pieces_P3:
-            rows_ER[expert, rank] = rows
-            rows_ER[expert, home_E[expert]] -= rows
-            rows_R[home_E[expert]] -= rows
-            rows_R[rank] += rows
-        _give_slots(pieces_P3, home_E, slots, keys_RS, ages_RS, fetch_RS)
-    digest, position = np.int64(0), 0
-    for words in (weighed_E.view(np.int32), home_E, rows_ER.ravel(), keys_RS.ravel(), fetch_RS.ravel()):
-        digest += _mixed(words, position)
-        position += words.size
-    return digest & 0xFFFFFFFF
+            rows_R[home_E[expert]] += rows_E[expert]
+            rows_ER[expert, home_E[expert]] = rows_E[expert]
+            hot_E[expert] += min(rows_E[expert], MOST_HOT_ROWS) - hot_E[expert] // HOT_PLANS
+        fetch_RS[:] = -1
+        for rank in range(keys_RS.shape[0]):
+            for slot in range(keys_RS.shape[1]):
+                ages_RS[rank, slot] = min(ages_RS[rank, slot] + 1, MOST_AGE)
+        if _over(rows_R, _targets(rows_R, speeds_R, limits[1])) or rows_E.max() > limits[0]:
+            own_RS = keys_RS // experts == slots[0]
+            held_RS = np.where(own_RS, keys_RS - slots[0] * experts, -1)
+            left_R = ((keys_RS < 0) | own_RS | (ages_RS >= slots[2])).sum(axis=1)
+            target_R = _targets(rows_R, speeds_R, limits[1])
+            pieces_P3 = keep_pieces(rows_E, home_E, rows_R, target_R, held_RS, left_R, hot_E, limits)
+            if pieces_P3.shape[0] == 0:
+                pieces_P3 = _best_attempt(rows_E, home_E, rows_R, speeds_R, limits, held_RS, left_R)
+            for expert, rank, rows in pieces_P3:
+                rows_ER[expert, rank] = rows
+                rows_ER[expert, home_E[expert]] -= rows
+                rows_R[home_E[expert]] -= rows
+                rows_R[rank] += rows
+            _give_slots(pieces_P3, home_E, slots, keys_RS, ages_RS, fetch_RS)
+        digest, position = np.int64(0), 0
+        for words in (weighed_E.view(np.int32), home_E, rows_ER.ravel(), keys_RS.ravel(), fetch_RS.ravel()):
+            digest += _mixed(words, position)
+            position += words.size
+        return digest & 0xFFFFFFFF
+
+    return plan_arrays
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _mixed(words: I32, position: int) -> int:
     """The sum of `digest32` over words that begin after `position`."""
     total = np.uint64(0)
@@ -99,7 +118,7 @@ def _mixed(words: I32, position: int) -> int:
     return np.int64(total)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _targets(load_R: I64, speeds_R: I64, alpha_1024: int) -> I64:
     total, speed = load_R.sum(), speeds_R.sum()
     target_R = np.empty_like(load_R)
@@ -109,7 +128,7 @@ def _targets(load_R: I64, speeds_R: I64, alpha_1024: int) -> I64:
     return target_R
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _over(load_R: I64, target_R: I64) -> bool:
     for rank in range(load_R.size):  # noqa: SIM110, numba compiles no generators
         if load_R[rank] > target_R[rank]:
@@ -117,7 +136,7 @@ def _over(load_R: I64, target_R: I64) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _best_attempt(
     rows_E: I64, home_E: I32, rows_R: I64, speeds_R: I64, limits: Four, held_RS: I32, left_R: I64
 ) -> I64:  # fmt: skip
@@ -153,14 +172,14 @@ def _best_attempt(
     return best_P3[:best_pieces]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _alpha(alpha_1024: int, attempt: int) -> int:
     """The target of an attempt, in 1024ths of the fair share."""
     step = max(attempt - 1, 0)
     return alpha_1024 + alpha_1024 * step * step // 256
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _try(
     alpha: int,
     overdraw: bool,
@@ -182,7 +201,7 @@ def _try(
     return pieces, fits, (ranks_R4[:, LOAD] * speeds_R.sum() // np.maximum(1, speeds_R)).max()
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _attempt(
     stay_E: I64, home_E: I32, ranks_R4: I64, held_RS: I32, by_home_E: I64, first_R: I64, here_ER: Flags, limits: Four,
     how: tuple[bool, bool], pieces_P3: I64,
@@ -219,7 +238,7 @@ def _attempt(
     return pieces, above == 0 and not _over(ranks_R4[:, LOAD], ranks_R4[:, TARGET])
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _emptiest(ranks_R4: I64, least: int) -> int:
     """The rank with a free slot that is most below its target, by at least `least`; -1 for none."""
     found, most = -1, least - 1
@@ -230,7 +249,7 @@ def _emptiest(ranks_R4: I64, least: int) -> int:
     return found
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _best_held(
     rank: int, stay_E: I64, home_E: I32, ranks_R4: I64, held_RS: I32, here_ER: Flags, rules: tuple[int, int, bool, bool]
 ) -> tuple[int, int]:
@@ -246,7 +265,7 @@ def _best_held(
     return best, rows
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _best_owned(
     rank: int, stay_E: I64, home_E: I32, ranks_R4: I64, by_home_E: I64, first_R: I64, here_ER: Flags,
     rules: tuple[int, int, bool, bool],
@@ -269,7 +288,7 @@ def _best_owned(
     return best, rows
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _key(rank: int, donor: int, stay: int, ranks_R4: I64, rules: tuple[int, int, bool, bool]) -> tuple[int, int]:
     """How good it is to give rows of an expert to `rank` (class << 30 | value; 0: no use), and how many may leave."""
     capacity, least, overdraw, fetching = rules
@@ -288,7 +307,7 @@ def _key(rank: int, donor: int, stay: int, ranks_R4: I64, rules: tuple[int, int,
     return np.int64(1 << 30) + can if over else np.int64(0), can
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _give_slots(
     pieces_P3: I64, home_E: I32, slots: tuple[int, int, int], keys_RS: I32, ages_RS: I32, fetch_RS: I32
 ) -> None:
@@ -318,3 +337,6 @@ def _give_slots(
                 most, chosen = worth, slot
         keys_RS[rank, chosen], ages_RS[rank, chosen] = layer * experts + expert, 0
         fetch_RS[rank, chosen] = home_E[expert]
+
+
+plan_arrays = _compiled()

@@ -21,7 +21,7 @@ EXPERT, RANK, ROWS = 0, 1, 2
 """Columns of an entry."""
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def keep_pieces(
     rows_E: I64, home_E: I64, rows_R: I64, target_R: I64, held_RS: I64, left_R: I64, hot_E: I64,
     limits: tuple[int, int, int, int],
@@ -66,7 +66,7 @@ def keep_pieces(
     return entries_N3[:pieces]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _entries(held_RS: I64, home_E: I64) -> tuple[I64, I64, int]:
     """Entries of slots, room for fetches behind them; where each rank's begin; how many."""
     ranks, slots = held_RS.shape
@@ -82,7 +82,7 @@ def _entries(held_RS: I64, home_E: I64) -> tuple[I64, I64, int]:
     return entries_N3, first_R, entries
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _chain(
     entries_N3: I64, home_E: I64, stay_E: I64, load_R: I64, target_R: I64, left_R: I64, capacity: int, arc_RR: Flags,
     seen_R: Flags, from_R: I64,
@@ -127,7 +127,7 @@ def _chain(
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _carry(state: tuple[I64, int, I64, I64, I64, I64, int], load_R: I64, target_R: I64, from_R: I64, end: int) -> None:
     """Move what the chain to `end` can carry."""
     entries_N3, _, _, home_E, stay_E, left_R, _ = state
@@ -150,7 +150,7 @@ def _carry(state: tuple[I64, int, I64, I64, I64, I64, int], load_R: I64, target_
         rank = from_R[rank]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _link(state: tuple[I64, int, I64, I64, I64, I64, int], giver: int, taker: int) -> tuple[int, int]:
     """The entry that moves rows from rank to rank, and how many it may: out, else back."""
     entries_N3, held, first_R, home_E, stay_E, left_R, capacity = state
@@ -173,7 +173,7 @@ def _link(state: tuple[I64, int, I64, I64, I64, I64, int], giver: int, taker: in
     return best, most
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _best_fetch(
     entries_N3: I64, home_E: I64, stay_E: I64, load_R: I64, target_R: I64, left_R: I64, hot_E: I64, seen_R: Flags,
     capacity: int, least: int,

@@ -20,10 +20,10 @@ from bywash.deepep.lane import Lane
 from bywash.deepep.request import Request, Way, cached_request, first_request
 from bywash.deepep.weights import PIECES
 from bywash.deepep.work import Options, Work
+from bywash.deepep.works import Works
 from bywash.errors import ConfigError
 from bywash.exchange import Group
 from bywash.exchange.borrowed import BorrowedGroup
-from bywash.exchange.carriers import open_carrier
 from bywash.exchange.payload import RowFormat
 from bywash.exchange.peer_layout import PeerLayout
 
@@ -44,7 +44,7 @@ class ElasticBuffer:
     Attributes:
         group: as given.
         rank_idx, num_ranks: of this process in the group, and how many there are.
-        num_max_tokens_per_rank: the default for dispatches.
+        num_max_tokens_per_rank: the default for dispatches; one that asks for more opens more memory.
         num_bytes: what `get_buffer_size_hint` says for the sizes given here; memory is taken by the first dispatch.
     """
 
@@ -81,7 +81,7 @@ class ElasticBuffer:
             hidden, num_topk, use_fp8_dispatch: for `num_bytes` only; a dispatch brings its own.
             allow_multiple_reduction: False is supported for plain layouts, where it changes nothing.
             num_cpu_timeout_secs, num_gpu_timeout_secs: the shorter one bounds every wait on other ranks of a torch
-                group; rows between hosts, and a bywash `Group`, have the group's own timeout.
+                group; a bywash `Group` has its own deadline.
 
         Raises:
             ConfigError: what is not supported.
@@ -104,7 +104,7 @@ class ElasticBuffer:
             )
         self.num_bytes = num_bytes or 0
         self._lane = Lane()
-        self._works: dict[Way, Work] = {}
+        self._works = Works(self._group, num_max_tokens_per_rank)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:
@@ -216,7 +216,8 @@ class ElasticBuffer:
             [X]; None if none were given), handle, event.
 
         Raises:
-            ConfigError: shapes that do not fit, or what is not supported, by name.
+            ConfigError: shapes that do not fit, or what is not supported, by name; or a rank, on all of them, that
+                brings more tokens than `num_max_tokens_per_rank`, after which this buffer is of no more use.
             RoutingError: an id that is no expert (found on CPUs; on GPUs by the next call that waits).
             RankLostError: a rank died or was later than the deadline.
         """
@@ -232,7 +233,15 @@ class ElasticBuffer:
             do_expand,
         )
         _check_stats(cumulative_local_expert_recv_stats, request, self.num_ranks)
-        work = self._work(request.way, request.most, num_sms)
+        work = self._works.fitting(request.way, request.most, num_sms)
+        if request.x.shape[0] > request.most:
+            self._lane.settle()  # the last call may have run on another stream
+            work.carrier.refuse(
+                ConfigError(
+                    f"deepep: rank {self.rank_idx} brings {request.x.shape[0]} tokens to a dispatch, "
+                    f"num_max_tokens_per_rank is {request.most}"
+                )
+            )
         options = Options(
             stats_L=cumulative_local_expert_recv_stats,
             column_major=use_tma_aligned_col_major_sf,
@@ -291,7 +300,7 @@ class ElasticBuffer:
         if handle.do_expand and not self.allow_multiple_reduction:
             _unsupported("allow_multiple_reduction=False", "expanded rows are summed per rank before they travel")
         work: Work = handle._work
-        if work not in self._works.values():
+        if work not in self._works:
             raise ConfigError("deepep: combine with a handle of another buffer, or of one that was destroyed")
         rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         if x.dim() != 2 or x.shape[0] != rows or x.dtype != work.carrier.dtype:
@@ -324,19 +333,17 @@ class ElasticBuffer:
     def check(self) -> None:
         """Wait for the device and raise what went wrong on it. Beyond DeepEP: calls without a host sync cannot know."""
         self._lane.settle()  # a carrier waits for the current stream, which an asynchronous call did not run on
-        for work in self._works.values():
+        for work in self._works:
             work.carrier.check()
 
     @property
     def extra_steps(self) -> int:
         """Steps that were closed or opened only for the protocol's sake, see `carrier`. Beyond DeepEP."""
-        return sum(work.carrier.extra_steps for work in self._works.values())
+        return sum(work.carrier.extra_steps for work in self._works)
 
     def destroy(self) -> None:
         """Give the memory back. Safe to call twice."""
-        for work in self._works.values():
-            work.carrier.close()
-        self._works.clear()
+        self._works.close()
         if self._borrowed is not None:
             self._borrowed.close()
 
@@ -369,24 +376,6 @@ class ElasticBuffer:
         if topk_idx is not None or sync:
             raise ConfigError("deepep: dispatch with a handle takes neither topk_idx nor do_cpu_sync=True")
         return cached_request(rows, scales, topk_weights, expand=expand, handle=handle)
-
-    def _work(self, way: Way, most: int, num_sms: int) -> Work:
-        """What moves such rows, opened by the first that needs it. Every rank comes here alike."""
-        if way not in self._works:
-            carrier = open_carrier(
-                self._group,
-                cuda=way.cuda,
-                tokens=max(most, self.num_max_tokens_per_rank),
-                top_ranks=min(way.format.top_k, self.num_ranks),
-                columns=way.columns,
-                dtype=way.out_dtype,
-                sent_bytes=way.format.bytes,
-                narrow=way.narrow,
-            )
-            self._works[way] = Work.of(carrier, way.format)
-        work = self._works[way]
-        work.carrier.use_multiprocessors(num_sms)
-        return work
 
 
 def _check_stats(stats_L: Tensor | None, request: Request, ranks: int) -> None:

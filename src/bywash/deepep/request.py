@@ -49,7 +49,7 @@ class Request:
     """One dispatch. The fields are `ElasticBuffer.dispatch`'s, without what does not concern rows.
 
     Attributes:
-        most: num_max_tokens_per_rank.
+        most: num_max_tokens_per_rank; whether this rank keeps to it is not checked here, since all must hear of it.
         sync: whether the host learns how many rows came.
         handle: of the earlier dispatch whose routing is used again, or None.
     """
@@ -68,8 +68,6 @@ class Request:
     def __post_init__(self) -> None:
         _check_rows(self.x, self.scales)
         tokens = self.x.shape[0]
-        if tokens > self.most:
-            raise ConfigError(f"deepep: x has {tokens} tokens, num_max_tokens_per_rank is {self.most}")
         if self.topk_idx.dim() != 2 or self.topk_idx.shape[0] != tokens or self.topk_idx.shape[1] < 1:
             raise ConfigError(f"deepep: topk_idx {list(self.topk_idx.shape)} for {tokens} tokens")
         if self.topk_idx.dtype not in (torch.int64, torch.int32):

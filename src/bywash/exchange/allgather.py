@@ -24,7 +24,7 @@ from bywash.errors import BywashError, ConfigError
 from bywash.exchange.names import Combine
 from bywash.exchange.peer_errors import Code, bad_expert, read_failure
 from bywash.exchange.peer_layout import DEADLINE_WORD, FAILURE_WORDS, GENERATIONS, STATE_WORDS, PeerLayout
-from bywash.exchange.peer_tensors import DeviceReceived, expect, padded
+from bywash.exchange.peer_tensors import Channels, DeviceReceived, expect, padded
 from bywash.kernels.compile import THREADS, WARPS, KernelShape, compile_source, kernel_source
 from bywash.kernels.driver import check, driver
 from bywash.kernels.launch import Kernels, launch
@@ -144,7 +144,8 @@ class AllGatherDevice:
         with torch.inference_mode(False):  # buffers outlive the model's inference mode
             self._failure = torch.zeros(FAILURE_WORDS, dtype=torch.int64, device="cuda")
             self._failure[DEADLINE_WORD] = int(members.deadline_s * 1e9)
-            self._channels = [self._open_channel(generation, rank_E) for generation in range(GENERATIONS)]
+            channels = [self._open_channel(generation, rank_E) for generation in range(GENERATIONS)]
+        self._channels = Channels(_WHO, channels)
         torch.cuda.synchronize()
 
     def dispatch(
@@ -248,7 +249,7 @@ class AllGatherDevice:
     def close(self) -> None:
         """Drop the heaps; they are unmapped with the last tensor in them. Safe to call twice."""
         torch.cuda.synchronize()
-        self._channels, self._heaps = [], []
+        self._channels, self._heaps = Channels(_WHO), []
 
     def _in_turn(self) -> list[int]:
         """All ranks, the neighbour first, so that not everybody copies to the same rank at once; this rank last."""

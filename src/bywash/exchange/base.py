@@ -17,14 +17,14 @@ Each half can be started and finished apart, so that other work runs in between:
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from bywash.balance import StepPlan
-from bywash.errors import ConfigError
+from bywash.errors import BywashError, ConfigError
 from bywash.exchange.names import COMBINES, Combine
 from bywash.routing import Routing
 
@@ -168,6 +168,13 @@ class Exchange(ABC):
             PlanMismatchError, RankLostError: see `dispatch_start`.
         """
         raise ConfigError(f"exchange {self.name} copies no weights between ranks: use gloo or shm, or no slots")
+
+    def refuse(self, plan: StepPlan, error: BywashError) -> NoReturn:
+        """Instead of `dispatch_start`, on a rank that has rows which it cannot send: raise `error`.
+
+        The others' step ends in an error that names this rank, at once in `gloo` and `shm`, else at their deadline.
+        """
+        raise error
 
     @abstractmethod
     def close(self) -> None:

@@ -5,6 +5,7 @@ who runs where through the group's own store, under names of its own. Knows noth
 what is built on them start from it.
 """
 
+from datetime import timedelta
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -24,9 +25,8 @@ class BorrowedGroup(Group):
         """Meet the other ranks; returns when all have come. Every rank of the group calls, equally often.
 
         Args:
-            process_group: made by `init_process_group` or `new_group`. Its backend matters only to the `gloo` exchange,
-                whose waits are bounded by the process group's own timeout.
-            deadline_s: how long any other wait on the others may take, seconds.
+            process_group: made by `init_process_group` or `new_group`. Its backend matters only to the `gloo` exchange.
+            deadline_s: how long any wait on the others may take, seconds, whatever the process group's own timeout.
 
         Raises:
             ConfigError: a deadline of nothing, or a group that this rank is not in.
@@ -40,8 +40,10 @@ class BorrowedGroup(Group):
         self.process_group = process_group
         number = self._borrowed.get(process_group.group_name, 0)
         self._borrowed[process_group.group_name] = number + 1
-        # No timeout is set on the store: it would be set for whoever owns the group as well.
-        self._store = dist.PrefixStore(f"bywash/{number}", _get_process_group_store(process_group))
+        # A connection of its own: a timeout would be its owner's as well, and whose wait holds up the other's.
+        store = _get_process_group_store(process_group).clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"bywash/{number}", store)
+        self._store.set_timeout(timedelta(seconds=deadline_s))
         self._shares, self._roll, self._silent = 0, None, set()
         self.peers = []
         self.peers = read_peers(self.share(describe_this_process(), "joining a borrowed process group"))

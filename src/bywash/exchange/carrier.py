@@ -16,14 +16,14 @@ an output row, B bytes of a row on its way out.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bywash.balance import Placement, plan_step
-from bywash.errors import ConfigError
+from bywash.errors import BywashError, ConfigError
 from bywash.exchange.base import Exchange
 from bywash.exchange.shm_layout import GENERATIONS
 from bywash.routing import Routing
@@ -74,8 +74,11 @@ class RowCarrier(ABC):
         columns: W, of an output row.
         dtype: of output rows; sums are made in float32, in rank order, and rounded once.
         sent_bytes: B, of a row as it is sent.
+        room: the most tokens of a rank in a step, on all ranks; None where it grows with them.
         extra_steps: how often a step was closed or opened only for the protocol's sake, see above.
     """
+
+    room: int | None = None
 
     def __init__(self, *, rank: int, ranks: int, columns: int, dtype: torch.dtype, sent_bytes: int) -> None:
         self.rank, self.ranks, self.columns, self.dtype, self.sent_bytes = rank, ranks, columns, dtype, sent_bytes
@@ -97,6 +100,15 @@ class RowCarrier(ABC):
         step.stage = "arrived"
         self._open[step.generation] = step
         return step, arrived
+
+    def refuse(self, error: BywashError) -> NoReturn:
+        """Instead of `start` or `dispatch`, on a rank whose rows cannot be sent: raise `error`.
+
+        The step of the other ranks ends in an error that names this one, wherever they next wait; nothing can be sent
+        afterwards.
+        """
+        rows_TB, ranks_TJ = self._no_rows()
+        self._refuse(self._next(rows_TB, ranks_TJ), rows_TB, error)  # `_next` may close a step that others wait in
 
     def finish(self, step: Step, *, sync: bool = True) -> Arrived:
         """Wait for the rows of all ranks. `sync`: on the host, to know how many there are."""
@@ -191,6 +203,14 @@ class RowCarrier(ABC):
     def _nothing(self, step: Step) -> Tensor:
         """Outputs that nobody reads: as many rows as the step needs."""
 
+    @abstractmethod
+    def _refuse(self, step: Step, rows_TB: Tensor, error: BywashError) -> NoReturn:
+        """`rows_TB` has none."""
+
+    def _no_rows(self) -> tuple[Tensor, Tensor]:
+        """Rows and ranks of a step without tokens."""
+        return torch.empty((0, self.sent_bytes), dtype=torch.uint8), torch.empty((0, 1), dtype=torch.int64)
+
     @staticmethod
     def _expect(step: Step, stage: Stage, following: Stage) -> None:
         if step.stage != stage:
@@ -243,6 +263,9 @@ class ExchangeCarrier(RowCarrier):
     def _nothing(self, step: Step) -> Tensor:
         device = step.ranks_TJ.device
         return torch.zeros((step.state["rows"], self.columns), dtype=self.dtype, device=device)
+
+    def _refuse(self, step: Step, rows_TB: Tensor, error: BywashError) -> NoReturn:
+        self._exchange.refuse(self._plan, error)
 
     def traffic(self) -> dict[str, int]:
         """See `RowCarrier.traffic`."""

@@ -6,13 +6,13 @@ looked for wherever the host waits anyway, and by `check`. See `carrier` for wha
 Shapes: T tokens, J ranks of a token, R ranks, N rows, W columns, B bytes, P = R x most tokens places.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bywash.errors import ConfigError
+from bywash.errors import BywashError, ConfigError
 from bywash.exchange import peer_tensors
 from bywash.exchange.carrier import Arrived, RowCarrier, Step
 from bywash.exchange.peer_device import PeerDevice
@@ -68,6 +68,7 @@ class DeviceCarrier(RowCarrier):
             exact=False,
             fp8=fp8,
         )
+        self.room = tokens
         # Before `PeerDevice`, which waits for the device when it opens: other streams may read these at once.
         self._no_scales_TG = (
             torch.zeros((tokens, layout.groups), dtype=torch.float32, device=peer_tensors.GPU) if narrow else None
@@ -136,6 +137,15 @@ class DeviceCarrier(RowCarrier):
         out_TW = self._device.combine(y_NW, generation=step.generation)
         self._device.let_go(step.generation)
         return out_TW
+
+    def _refuse(self, step: Step, rows_TB: Tensor, error: BywashError) -> NoReturn:
+        """One token and no room for it: kernels find that, and tell all ranks."""
+        self._device.dispatch_start(**self._given(step, rows_TB) | {"tokens": self._numbers[1:2]})
+        raise error
+
+    def _no_rows(self) -> tuple[Tensor, Tensor]:
+        rows_TB = torch.empty((0, self.sent_bytes), dtype=torch.uint8, device=peer_tensors.GPU)
+        return rows_TB, torch.empty((0, self._ones_TJ.shape[1]), dtype=torch.int64, device=peer_tensors.GPU)
 
     def _nothing(self, step: Step) -> Tensor:
         return torch.zeros((self._device.layout.places, self.columns), dtype=self.dtype, device=peer_tensors.GPU)

@@ -8,8 +8,9 @@ Shapes: T tokens, K experts per token, D hidden, R ranks, N rows received, M pai
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,13 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bywash.balance import StepPlan
-from bywash.errors import ConfigError, PlanMismatchError
+from bywash.errors import BywashError, ConfigError, PlanMismatchError
 from bywash.exchange.base import Exchange, Handle, Received
 from bywash.exchange.group import Group
 from bywash.exchange.mixed import add_mixed, mixed_outputs, mixed_rows_per_rank, outputs_per_row, read_ids, wire_ids
 from bywash.exchange.names import Combine
 from bywash.exchange.rows import SendList, pairs_per_rank, send_lists, weighted_sum
 from bywash.routing import Routing
+
+_REFUSED = -1
+"""Where the others read how many rows come."""
 
 
 class GlooExchange(Exchange):
@@ -41,7 +45,8 @@ class GlooExchange(Exchange):
         """See `Exchange.counts`."""
         gathered = torch.empty(self.ranks, counts_E.size, dtype=torch.int32)
         with self.group.blame("gathering counts"):
-            dist.all_gather(list(gathered.unbind(0)), torch.from_numpy(counts_E), group=self._torch)
+            parts, mine = list(gathered.unbind(0)), torch.from_numpy(counts_E)
+            self.group.end(dist.all_gather(parts, mine, group=self._torch, async_op=True))
         self.traffic.wire_bytes += (self.ranks - 1) * counts_E.nbytes
         return gathered.numpy()
 
@@ -146,11 +151,17 @@ class GlooExchange(Exchange):
         send = torch.stack(rows) if rows else torch.empty(0, slot_bytes, dtype=torch.uint8)
         recv = torch.empty(sum(map(len, takes)), slot_bytes, dtype=torch.uint8)
         with self.group.blame("copying weights into slots"):
-            dist.all_to_all_single(
-                recv, send, [len(slots) for slots in takes], [len(slots) for slots in gives], group=self._torch
-            )
+            sizes = [len(slots) for slots in takes], [len(slots) for slots in gives]
+            self.group.end(dist.all_to_all_single(recv, send, *sizes, group=self._torch, async_op=True))
         self._slots_SB[[slot for slots in takes for slot in slots]] = recv
         self.traffic.weight_bytes += send.numel()
+
+    def refuse(self, plan: StepPlan, error: BywashError) -> NoReturn:
+        """See `Exchange.refuse`."""
+        counts_E = torch.zeros(plan.rank_E.size, dtype=torch.int64)
+        with suppress(ConfigError):  # of another rank that refuses as well
+            self._agree_on_sizes([_REFUSED] * self.ranks, plan.digest, counts_E)
+        raise error
 
     def _mixed(self, plan: StepPlan) -> bool:
         """Whether some outputs travel summed and others alone."""
@@ -167,8 +178,11 @@ class GlooExchange(Exchange):
         send = torch.cat([sizes, counts_E.expand(self.ranks, -1)], dim=1)
         recv = torch.empty_like(send)
         with self.group.blame("agreeing on the plan"):
-            dist.all_to_all_single(recv, send, group=self._torch)
+            self.group.end(dist.all_to_all_single(recv, send, group=self._torch, async_op=True))
         self.traffic.wire_bytes += (self.ranks - 1) * send.shape[1] * 8
+        refused = [r for r in range(self.ranks) if int(recv[r, 0]) == _REFUSED and r != self.rank]
+        if refused:
+            raise ConfigError(f"rank {refused[0]} refused this step before it sent a row: its own error says why")
         odd = [r for r in range(self.ranks) if int(recv[r, 1]) != digest]
         if odd:
             raise PlanMismatchError(
@@ -180,7 +194,7 @@ class GlooExchange(Exchange):
 
     def _wait(self, handle: Handle, during: str) -> None:
         with self.group.blame(during):
-            handle.state.pop("work").wait()
+            self.group.end(handle.state.pop("work"))
         handle.state.pop("send")
 
     def _count_dispatch(self, send_rows: list[int], record: int, pairs: list[int], x_TD: Tensor) -> None:

@@ -82,8 +82,10 @@ class Group:
         self._store.set(f"peer/{rank}", describe_this_process())
         self.peers = read_peers(self._from_all("peer", "joining the group"))
         with self.blame("joining the group"):
+            # A connection of its own: who waits for a key there holds up all others on the same connection.
+            theirs = self._store.clone()  # type: ignore[attr-defined]
             dist.init_process_group(
-                "gloo", store=self._store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline_s)
+                "gloo", store=theirs, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline_s)
             )
         self._watch_other_hosts()
 
@@ -154,6 +156,14 @@ class Group:
             found = self.verdict(f"{during} (waited {waited:.1f} s of {self.deadline_s:g} s)")
             self.tell(found)
             raise found from error
+
+    def end(self, work: dist.Work | None) -> None:
+        """Wait for a collective, to the deadline, which the process group need not share. Inside `blame`.
+
+        One that does not end leaves torch's process group with work that never does: no more may be given to it.
+        """
+        assert work is not None, "every rank is in the group, and the call was asynchronous"
+        work.wait(timedelta(seconds=self.deadline_s))
 
     def close(self) -> None:
         """Leave the group. Safe to call twice and after an error."""

@@ -48,7 +48,8 @@ class _Step:
         kind: what comes back.
         rows: on their way to and from gateways.
         headers: of this rank and of those that it is gateway for, this one first.
-        due: what crosses to each host in all; only where the schedule needs it.
+        outputs: how many come back from each other host, and `due`: what crosses to each host in all; only where the
+            schedule needs them.
         inner: the step of the inner leg.
         given: rows given out here, by the rank they belong to, this one first.
         names_PK, weights_PK: of the rows given out.
@@ -59,6 +60,7 @@ class _Step:
     kind: Outputs
     rows: Transfer
     headers: dict[int, Header]
+    outputs: list[int] | None
     due: Due | None
     inner: Handle | None = None
     given: dict[int, int] = field(default_factory=dict)
@@ -124,7 +126,8 @@ class HierarchicalExchange(Exchange):
             rows_H = node_rows.rows_per_host(routing, plan, self.rank, self.hosts)
             others = [rows for host, rows in enumerate(rows_H) if host != self._here]
             x_TD = x_TD.detach()
-            mine = self._header(x_TD, routing, plan, others)
+            outputs = self._outputs_per_host(rows_H, plan) if self._schedule.by_counts else None
+            mine = self._header(x_TD, routing, plan, others, outputs)
             headers = self._trade_headers(mine, others)
             due = self._spread_due(inner, {self.rank: mine} | headers)
             record_bytes = x_TD.shape[1] * x_TD.element_size() + 8 * routing.top_k
@@ -137,6 +140,7 @@ class HierarchicalExchange(Exchange):
                 kind=self._kind(plan),
                 rows=self._leg.begin(Message.ROWS, records, into, "dispatching rows", due_bytes_H),
                 headers={self.rank: mine} | headers,
+                outputs=outputs,
                 due=due,
             )
         self.traffic.rows_sent += sum(rows.tokens_P.numel() for rows in others)
@@ -251,12 +255,13 @@ class HierarchicalExchange(Exchange):
         if x_TD.shape[0] != routing.tokens:
             raise ConfigError(f"exchange hierarchical: rows {list(x_TD.shape)} for {routing.tokens} routed tokens")
 
-    def _header(self, x_TD: Tensor, routing: Routing, plan: StepPlan, others: list[NodeRows]) -> Header:
+    def _header(
+        self, x_TD: Tensor, routing: Routing, plan: StepPlan, others: list[NodeRows], outputs: list[int] | None
+    ) -> Header:
         """This rank's, with what `by-counts` wants known."""
         due_W = np.empty(0, np.int32)
-        if self._schedule.by_counts:
-            sizes = [rows.tokens_P.numel() for rows in others]
-            due_W = due_words(sizes, sum(self._outputs_per_host(others, plan)), self._here)
+        if outputs is not None:
+            due_W = due_words([rows.tokens_P.numel() for rows in others], sum(outputs), self._here)
         return Header(
             digest=plan.digest,
             shape=(x_TD.shape[1], routing.top_k, DTYPES.index(x_TD.dtype)),
@@ -264,9 +269,9 @@ class HierarchicalExchange(Exchange):
             due_W=torch.from_numpy(due_W),
         )
 
-    def _outputs_per_host(self, others: list[NodeRows], plan: StepPlan) -> list[int]:
+    def _outputs_per_host(self, rows_H: list[NodeRows], plan: StepPlan) -> list[int]:
         """How many come back to this rank from each other host."""
-        kind = self._kind(plan)
+        kind, others = self._kind(plan), (rows for host, rows in enumerate(rows_H) if host != self._here)
         return [node_rows.outputs_per_host(rows, kind, self._experts, plan.rank_E) for rows in others]
 
     def _trade_headers(self, mine: Header, others: list[NodeRows]) -> dict[int, Header]:
@@ -328,8 +333,7 @@ class HierarchicalExchange(Exchange):
         """Send outputs home across, and get those for this rank's tokens: by host."""
         sent = {rank: _as_bytes(part) for rank, part in back.items() if rank != self.rank}
         row_bytes = step.x_TD.shape[1] * step.x_TD.element_size()
-        coming = [rows for host, rows in enumerate(step.rows_H) if host != self._here]
-        sizes = self._outputs_per_host(coming, handle.plan)
+        sizes = self._outputs_per_host(step.rows_H, handle.plan) if step.outputs is None else step.outputs
         into = {
             rank: torch.empty(size, row_bytes, dtype=torch.uint8)
             for rank, size in zip(self._gateways, sizes, strict=True)

@@ -22,8 +22,9 @@ from bywash.exchange.base import Handle, Received
 from bywash.exchange.group import Group
 from bywash.exchange.names import Combine
 from bywash.exchange.part import Part
-from bywash.exchange.shm import ShmExchange, pair_slots
+from bywash.exchange.shm import ShmExchange
 from bywash.exchange.shm_layout import Message
+from bywash.exchange.shm_step import pair_slots
 from bywash.routing import Routing
 
 

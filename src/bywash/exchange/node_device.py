@@ -32,7 +32,7 @@ from bywash.exchange.part import Part
 from bywash.exchange.peer_device import PeerDevice
 from bywash.exchange.peer_errors import bad_expert
 from bywash.exchange.peer_layout import GENERATIONS
-from bywash.exchange.peer_tensors import DeviceReceived, expect
+from bywash.exchange.peer_tensors import Channels, DeviceReceived, expect
 from bywash.memory.rendezvous import Members
 
 _DIGEST, _FAILED = 0, 1
@@ -135,7 +135,8 @@ class NodeDevice:
             self._words = torch.zeros(6, dtype=torch.int64, device=wire.device)
             self._words[_EXPERT] = -1
             self._bits_O = 1 << self.tables.others_O
-            self._channels = [self._open_channel() for _ in range(GENERATIONS)]
+            channels = [self._open_channel() for _ in range(GENERATIONS)]
+        self._channels = Channels("exchange across hosts", channels)
 
     def dispatch(
         self,
@@ -237,9 +238,9 @@ class NodeDevice:
         return max(int(waves) for waves in shared)
 
     def close(self) -> None:
-        """Drop the buffers. Safe to call twice."""
+        """Drop the buffers. Safe to call twice. The wire is its maker's to close, afterwards."""
         self.inner.close()
-        self._channels = []
+        self._channels = Channels("exchange across hosts")
 
     def _open_channel(self) -> _Channel:
         layout, device = self.node, self.wire.device
@@ -301,6 +302,8 @@ class NodeDevice:
 
     def _cross(self, sent: list[list[Tensor]], got: list[list[Tensor]]) -> None:
         """The wire; what fails at once is named at once."""
+        if self._failure is not None:
+            raise self._failure
         try:
             with self._group.blame("exchanging rows with other hosts"):
                 self.wire(sent, got)

@@ -15,6 +15,7 @@ this.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -29,8 +30,8 @@ PIECE_S = 80e-6
 LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 16 << 10, 256 << 10
 """A piece of a paced message takes the link so long, between these sizes: a call for each costs little, and pieces of
 several senders that meet fit into a switch's buffer."""
-_MOST_GBPS = 1e5
-_MOST_FACTOR = 10.0
+_LEAST_GBPS, _MOST_GBPS = 1e-6, 1e5
+_LEAST_FACTOR, _MOST_FACTOR = 0.01, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +63,15 @@ class NodeSchedule:
                 raise ConfigError(f"--node-schedule {text}: {match} takes no rate")
             return cls(name=match)
         rate, comma, factor = numbers.partition(",") if match == "by-counts" else (numbers, "", "")
-        if not 0 < (rate_gbps := _number(rate)) <= _MOST_GBPS:
+        if not _LEAST_GBPS <= (rate_gbps := _number(rate)) <= _MOST_GBPS:
             raise ConfigError(
                 f"--node-schedule {text}: give the rate of a host's link in Gb/s, such as {match}:25 (the NIC's, or "
-                "what is left of it)"
+                f"what is left of it), from {_LEAST_GBPS:g} to {_MOST_GBPS:g}"
             )
-        if comma and not 0 < _number(factor) <= _MOST_FACTOR:
+        if comma and not _LEAST_FACTOR <= _number(factor) <= _MOST_FACTOR:
             raise ConfigError(
-                f"--node-schedule {text}: after the comma give how many times that rate a host is to be offered, above "
-                f"0 and up to {_MOST_FACTOR:g}, such as {match}:25,1.05"
+                f"--node-schedule {text}: after the comma give how many times that rate a host is to be offered, from "
+                f"{_LEAST_FACTOR:g} to {_MOST_FACTOR:g}, such as {match}:25,1.05"
             )
         return cls(name=match, rate_gbps=rate_gbps, factor=_number(factor) if comma else 1.0)
 
@@ -191,8 +192,7 @@ def _seconds(size: float, rate_gbps: float | None) -> float:
 
 
 def _number(text: str) -> float:
-    """NaN for what is none, which no range has."""
-    try:
-        return float(text)
-    except ValueError:
+    """NaN for what is none, which no range has. Not all that Python takes: `2_5` is no 25."""
+    if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", text) is None:
         return math.nan
+    return float(text)

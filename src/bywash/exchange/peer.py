@@ -56,7 +56,8 @@ class PeerExchange(Exchange):
         self._raise_if_dead()
         gathered = torch.empty(self.ranks, counts_E.size, dtype=torch.int32)
         with self._group.blame("gathering counts"):
-            dist.all_gather(list(gathered.unbind(0)), torch.from_numpy(counts_E))
+            parts, mine = list(gathered.unbind(0)), torch.from_numpy(counts_E)
+            self._group.end(dist.all_gather(parts, mine, group=self._group.process_group, async_op=True))
         self.traffic.wire_bytes += (self.ranks - 1) * counts_E.nbytes
         return gathered.numpy()
 

@@ -29,7 +29,7 @@ from bywash.exchange.peer_layout import (
     STATE_WORDS,
     PeerLayout,
 )
-from bywash.exchange.peer_tensors import GPU, DeviceReceived, ExpertBatches, expect, padded
+from bywash.exchange.peer_tensors import GPU, Channels, DeviceReceived, ExpertBatches, expect, padded
 from bywash.kernels import load_kernels
 from bywash.kernels.compile import MAX_BLOCKS
 from bywash.memory.cuda_heap import open_cuda_heaps
@@ -51,6 +51,7 @@ class _Channel:
     state: Tensor
     tokens: Tensor
     experts_here: int = 0
+    batched: bool = False
     kept: tuple[Tensor, ...] = ()
     held: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
@@ -104,7 +105,8 @@ class PeerDevice:
         with torch.inference_mode(False):  # buffers outlive the model's inference mode
             self._failure = torch.zeros(FAILURE_WORDS, dtype=torch.int64, device=GPU)
             self._failure[DEADLINE_WORD] = int(members.deadline_s * 1e9)
-            self._channels = [self._open_channel(generation) for generation in range(GENERATIONS)]
+            channels = [self._open_channel(generation) for generation in range(GENERATIONS)]
+        self._channels = Channels("exchange peer", channels)
         for generation in range(GENERATIONS):
             first_counts = np.zeros(layout.ranks * layout.experts, dtype=np.int32)
             self.set_plan(rank_E, digest32(np.concatenate([first_counts, rank_E])), generation)
@@ -195,6 +197,7 @@ class PeerDevice:
         addresses = {"index_LC": index_LC.data_ptr(), "counts_L": counts_L.data_ptr()}
         self._kernels.set(channel.parameters, capacity=capacity, **addresses)
         self._launch("dispatch_batch", generation)
+        channel.batched = True
         return ExpertBatches(index_LC=index_LC, counts_L=counts_L)
 
     def combine(self, y_MD: Tensor, *, generation: int = 0, pushed: bool = False) -> Tensor:
@@ -207,7 +210,8 @@ class PeerDevice:
                 may differ.
 
         Raises:
-            ConfigError: shapes that do not fit, no dispatch before, or pushed where there are no targets.
+            ConfigError: shapes that do not fit, no dispatch before, or pushed where there are no targets or after
+                `batch`.
         """
         out = self._prepare_combine(y_MD, generation, pushed)
         self._launch("combine_both", generation)
@@ -264,7 +268,7 @@ class PeerDevice:
     def close(self) -> None:
         """Drop the heaps; they are unmapped with the last tensor in them. Safe to call twice."""
         torch.cuda.synchronize()
-        self._channels, self._heaps = [], []
+        self._channels, self._heaps = Channels("exchange peer"), []
 
     def _open_channel(self, generation: int) -> _Channel:
         layout, own = self.layout, self._heaps[self.rank]
@@ -382,6 +386,8 @@ class PeerDevice:
         channel, layout = self._channels[generation], self.layout
         if pushed and not layout.apart:
             raise ConfigError("exchange peer: outputs that were pushed, but in this exchange all travel summed")
+        if pushed and channel.batched:
+            raise ConfigError("exchange peer: outputs that were pushed after `batch`, which puts them elsewhere")
         expect("outputs", y_MD, (y_MD.shape[0], layout.hidden), layout.dtype)
         y_MD = padded(y_MD, layout.padded)
         self._kernels.set(channel.parameters, y=y_MD.data_ptr(), out=address, pushed=int(pushed))
@@ -389,7 +395,9 @@ class PeerDevice:
 
     def _received(self, kernel: str, generation: int) -> DeviceReceived:
         self._launch(kernel, generation)
-        return self._channels[generation].received
+        channel = self._channels[generation]
+        channel.batched = False
+        return channel.received
 
     def _launch(self, kernel: str, generation: int) -> None:
         self._kernels.launch(kernel, self.num_sms, self._channels[generation].parameters, early=self.early_launch)

@@ -1,10 +1,12 @@
-"""Tensors that go into and come out of `peer_device`: what was received, and checks of what is given.
+"""Tensors that go into and come out of `peer_device`: what was received, and checks of what is given and asked for.
 
 Shapes: P places for received rows, D hidden, G groups of 128 columns, K experts per token, M pairs (row, expert)
 computed here, R ranks, E experts, L experts of this rank, C capacity of an expert's batch, N rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from bywash.errors import ConfigError
 from bywash.exchange.peer_layout import VEC_BYTES
 
 GPU = "cuda"
+_Channel = TypeVar("_Channel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,21 @@ class ExpertBatches:
 
     index_LC: Tensor
     counts_L: Tensor
+
+
+class Channels(Generic[_Channel]):
+    """An exchange's channels by generation; asking for one that is not there, or no more, is an error for users."""
+
+    def __init__(self, who: str, channels: Sequence[_Channel] = ()) -> None:
+        """Those of an exchange that is open; none for one that is closed."""
+        self._who, self._channels = who, channels
+
+    def __getitem__(self, generation: int) -> _Channel:
+        if not self._channels:
+            raise ConfigError(f"{self._who}: closed; open a new one")
+        if not 0 <= generation < len(self._channels):
+            raise ConfigError(f"{self._who}: generation {generation}; 0 to {len(self._channels) - 1} can be in flight")
+        return self._channels[generation]
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -6,13 +6,13 @@ than it reads: two generations of every buffer stand in for a leading barrier. d
 
 Shapes: T tokens, K experts per token, D hidden, R ranks, E experts, N rows received, M pairs computed here, S source
 slots. `shm_layout` knows the addresses, `shm_endpoint` flags and waiting, `shm_watch` the blame, `link` the emulated
-network; this file the order of events in a step.
+network, `shm_step` what a step is; this file the order of events in it.
 """
 
 import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -20,58 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bywash.balance import StepPlan
-from bywash.errors import ConfigError
+from bywash.errors import BywashError, ConfigError
 from bywash.exchange.base import Exchange, Handle, Received
 from bywash.exchange.group import Group
 from bywash.exchange.link import Links
 from bywash.exchange.mixed import add_mixed, mixed_outputs, mixed_rows_per_rank, outputs_per_row, read_ids, wire_ids
 from bywash.exchange.names import Combine
 from bywash.exchange.ordered_sum import OrderedSum
-from bywash.exchange.rows import SendList, pairs_per_rank, send_lists
+from bywash.exchange.rows import pairs_per_rank, send_lists
 from bywash.exchange.shm_endpoint import SIGNAL_BYTES, ShmEndpoint
 from bywash.exchange.shm_layout import GENERATIONS, Header, Message, RowsHeap, RowsLayout, round_up_tokens
+from bywash.exchange.shm_step import DTYPES, Step, check_outputs, pair_places, pair_slots, partial_slots, shape_text
 from bywash.routing import Routing
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """One step in flight.
-
-    Attributes:
-        number, generation: which step, and which buffers it uses.
-        digest: hash of the plan it was sent under.
-        x_TD, weights_TK, lists, counts_E: what this rank sends.
-        output_slot_R: where in this rank's output slots each rank's outputs for it begin.
-        heap: the rows heap that the step uses; None until the first one is open.
-        source_slot_R: where in each source's output slots this rank's outputs begin.
-        received: what arrived.
-        plan, ids_TK: of the step.
-        mixed: some outputs travel summed and others alone.
-        alone_NK: which of the received pairs travel alone, in a mixed step.
-    """
-
-    number: int
-    generation: int
-    digest: int
-    x_TD: Tensor
-    weights_TK: Tensor
-    lists: list[SendList]
-    counts_E: NDArray[np.uint64]
-    output_slot_R: list[int]
-    heap: RowsHeap | None
-    plan: StepPlan
-    ids_TK: Tensor
-    mixed: bool
-    source_slot_R: list[int] = field(default_factory=list)
-    received: Received | None = None
-    alone_NK: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Hidden size, top-k and the number of the dtype: equal on all ranks."""
-        return self.x_TD.shape[1], self.weights_TK.shape[1], _DTYPES.index(self.x_TD.dtype)
 
 
 class ShmExchange(Exchange):
@@ -107,7 +67,7 @@ class ShmExchange(Exchange):
         self._shape: tuple[int, int, int] | None = None
         self._steps_begun = self._fetches_begun = 0
         self._slots: list[Tensor] = []
-        self._in_flight: list[_Step | None] = [None] * GENERATIONS
+        self._in_flight: list[Step | None] = [None] * GENERATIONS
 
     def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
         """See `Exchange.counts`."""
@@ -128,7 +88,7 @@ class ShmExchange(Exchange):
     def dispatch_finish(self, handle: Handle) -> Received:
         """See `Exchange.dispatch_finish`."""
         handle.advance("dispatch_finish", "combine_start")
-        step: _Step = handle.state["step"]
+        step: Step = handle.state["step"]
         self._end.await_flags(Message.ROWS, step.number, "waiting for dispatched rows")
         self._end.check_plans(Message.ROWS, step.number, step.digest)
         headers_R = [self._header(step, source) for source in range(self.ranks)]
@@ -142,26 +102,26 @@ class ShmExchange(Exchange):
 
     def combine_start(self, handle: Handle, y_MD: Tensor) -> None:
         """See `Exchange.combine_start`."""
-        step: _Step = handle.state["step"]
+        step: Step = handle.state["step"]
         heap, received = step.heap, step.received
         assert heap is not None, "dispatch_finish opens it"
         assert received is not None, "dispatch_finish sets it"
         ids_NK = received.ids_NK.numpy()
         pairs_N = np.count_nonzero(ids_NK >= 0, axis=1).cumsum()
-        _check_outputs(step, y_MD, int(pairs_N[-1]) if pairs_N.size else 0)
+        check_outputs(step, y_MD, int(pairs_N[-1]) if pairs_N.size else 0)
         handle.advance("combine_start", "combine_finish")
         self._return_outputs(step, y_MD.detach(), pairs_N)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         """See `Exchange.combine_finish`."""
         handle.advance("combine_finish", "done")
-        step: _Step = handle.state["step"]
+        step: Step = handle.state["step"]
         assert step.heap is not None, "dispatch_finish opens it"
         if step.mixed:
             return self._finish_mixed(handle, step)
         exact = self.combine_mode == "exact"
         # Where the terms of each token's sum will be: worked out before the wait, not after it.
-        at_TJ = pair_slots(step) if exact else _partial_slots(step)
+        at_TJ = pair_slots(step) if exact else partial_slots(step)
         self._end.await_flags(Message.OUTPUTS, step.number, "waiting for outputs")
         out_TD = torch.empty(step.x_TD.shape, dtype=step.x_TD.dtype)
         weights_TK = step.weights_TK.numpy() if exact else None
@@ -170,7 +130,7 @@ class ShmExchange(Exchange):
         handle.state.clear()
         return out_TD
 
-    def _finish_mixed(self, handle: Handle, step: _Step) -> Tensor:
+    def _finish_mixed(self, handle: Handle, step: Step) -> Tensor:
         assert step.heap is not None, "dispatch_finish opens it"
         self._end.await_flags(Message.OUTPUTS, step.number, "waiting for outputs")
         outputs_PD = step.heap.outputs[self.rank][step.generation]
@@ -198,6 +158,11 @@ class ShmExchange(Exchange):
         self._end.await_flags(Message.WEIGHTS, number, "waiting for weights")
         self._end.check_plans(Message.WEIGHTS, number, digest)
 
+    def refuse(self, plan: StepPlan, error: BywashError) -> NoReturn:
+        """See `Exchange.refuse`. Ends the exchange on every rank."""
+        self._end.open_control(plan.rank_E.size)
+        self._end.fail(error)
+
     def close(self) -> None:
         """See `Exchange.close`. The heaps go with the last view of them; the group stays open."""
         self._end.close()
@@ -205,7 +170,7 @@ class ShmExchange(Exchange):
         self._slots = []
         self._in_flight = [None] * GENERATIONS
 
-    def _begin(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> _Step:
+    def _begin(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Step:
         """Check the step against the exchange, and work out who gets what."""
         self._check_step(x_TD, routing, plan)
         mixed = self.combine_mode == "stable" and plan.spilled > 0
@@ -213,7 +178,7 @@ class ShmExchange(Exchange):
         sizes = [sent.tokens_N.numel() for sent in lists]
         if mixed or self.combine_mode == "exact":
             sizes = mixed_rows_per_rank(lists) if mixed else pairs_per_rank(lists)
-        step = _Step(
+        step = Step(
             number=self._steps_begun,
             generation=self._steps_begun % GENERATIONS,
             digest=plan.digest,
@@ -238,8 +203,8 @@ class ShmExchange(Exchange):
                 f"exchange shm: a plan for {plan.rows_R.size} ranks and {plan.rank_E.size} experts; this step has "
                 f"{self.ranks} and {routing.num_experts}"
             )
-        if x_TD.dtype not in _DTYPES or x_TD.device.type != "cpu":
-            raise ConfigError(f"exchange shm: rows are {x_TD.dtype} on {x_TD.device}, not {_DTYPES} on cpu")
+        if x_TD.dtype not in DTYPES or x_TD.device.type != "cpu":
+            raise ConfigError(f"exchange shm: rows are {x_TD.dtype} on {x_TD.device}, not {DTYPES} on cpu")
         if x_TD.dim() != 2 or x_TD.shape[0] != routing.tokens:
             raise ConfigError(f"exchange shm: rows {list(x_TD.shape)} for {routing.tokens} routed tokens")
         before = self._in_flight[self._steps_begun % GENERATIONS]
@@ -247,18 +212,18 @@ class ShmExchange(Exchange):
             raise ConfigError(
                 f"exchange shm: {GENERATIONS} steps are in flight; finish the combine of step {before.number} first"
             )
-        shape = (x_TD.shape[1], routing.top_k, _DTYPES.index(x_TD.dtype))
+        shape = (x_TD.shape[1], routing.top_k, DTYPES.index(x_TD.dtype))
         if self._shape is None:
             self._shape, self._sum = shape, OrderedSum(x_TD.shape[1], x_TD.dtype)
             with torch.inference_mode(False):  # outlives the model's inference mode
                 self._small_sums = torch.empty(self._sum.block, x_TD.shape[1], dtype=x_TD.dtype)
         if shape != self._shape:
             raise ConfigError(
-                f"exchange shm: {_shape_text(shape)}; the exchange was opened by a step with "
-                f"{_shape_text(self._shape)}; layers that differ need an exchange each"
+                f"exchange shm: {shape_text(shape)}; the exchange was opened by a step with "
+                f"{shape_text(self._shape)}; layers that differ need an exchange each"
             )
 
-    def _send_rows(self, step: _Step, peer: int, message: Message) -> None:
+    def _send_rows(self, step: Step, peer: int, message: Message) -> None:
         """Put this rank's rows for `peer` into its heap, then counts and header, then the flag.
 
         A step that is larger than the heap sends its header alone; every rank sees that and opens a larger one.
@@ -281,7 +246,7 @@ class ShmExchange(Exchange):
         size += Header.WIDTH * 8 + step.counts_E.nbytes
         self.traffic.wire_bytes += self._end.signal(message, step.number, step.digest, peer, size, begun_ns)
 
-    def _send_again(self, step: _Step, tokens: int) -> None:
+    def _send_again(self, step: Step, tokens: int) -> None:
         """Open a heap for `tokens` and send the step once more. All ranks saw the same headers, so all come here."""
         step.heap = self._rows
         if not self._fits(step, tokens):
@@ -294,7 +259,7 @@ class ShmExchange(Exchange):
                     tokens=round_up_tokens(max(tokens, self._tokens, before.tokens if before else 0)),
                     hidden=hidden,
                     top_k=top_k,
-                    dtype=_DTYPES[dtype],
+                    dtype=DTYPES[dtype],
                     outputs_per_token=outputs,
                 )
             )
@@ -303,23 +268,23 @@ class ShmExchange(Exchange):
             self._send_rows(step, peer, Message.ROWS_AGAIN)
         self._end.await_flags(Message.ROWS_AGAIN, step.number, "waiting for rows sent again into a larger heap")
 
-    def _outputs_per_token(self, step: _Step) -> int:
+    def _outputs_per_token(self, step: Step) -> int:
         """Output slots that each token of a source may need: one for each output that travels."""
         top_k = step.shape[1]
         return top_k if step.mixed or self.combine_mode == "exact" else min(self.ranks, top_k)
 
-    def _fits(self, step: _Step, tokens: int) -> bool:
+    def _fits(self, step: Step, tokens: int) -> bool:
         """Whether the step's heap has room for sources of `tokens` tokens. Every rank finds the same for the most."""
         layout = step.heap.layout if step.heap is not None else None
         return (
             layout is not None and layout.tokens >= tokens and layout.outputs_per_token >= self._outputs_per_token(step)
         )
 
-    def _own_header(self, step: _Step, peer: int) -> list[int]:
+    def _own_header(self, step: Step, peer: int) -> list[int]:
         """What `peer` is told, in the order of `Header`."""
         return [step.x_TD.shape[0], step.lists[peer].tokens_N.numel(), step.output_slot_R[peer], *step.shape]
 
-    def _header(self, step: _Step, source: int) -> list[int]:
+    def _header(self, step: Step, source: int) -> list[int]:
         """What `source` has told this rank, checked against this rank's shapes."""
         if source == self.rank:
             return self._own_header(step, source)
@@ -327,11 +292,11 @@ class ShmExchange(Exchange):
         header = self._end.control.words[self.rank][at : at + Header.WIDTH].tolist()
         shape = (header[Header.HIDDEN], header[Header.TOP_K], header[Header.DTYPE])
         if shape != step.shape:
-            theirs, ours = _shape_text(shape), _shape_text(step.shape)
+            theirs, ours = shape_text(shape), shape_text(step.shape)
             self._end.fail(ConfigError(f"rank {source} sends rows of {theirs}; rank {self.rank} has {ours}"))
         return header
 
-    def _collect(self, step: _Step, rows_from_R: list[int]) -> Received:
+    def _collect(self, step: Step, rows_from_R: list[int]) -> Received:
         """Close the gaps between the sources' rows, in place, and add this rank's own."""
         assert step.heap is not None
         heap, generation, me, own = step.heap, step.generation, self.rank, step.lists[self.rank]
@@ -362,7 +327,7 @@ class ShmExchange(Exchange):
             counts_RE=counts[control.layout.step_counts_of_all(generation)].reshape(self.ranks, -1).astype(np.int32),
         )
 
-    def _return_outputs(self, step: _Step, y_MD: Tensor, pairs_N: NDArray[np.int64]) -> None:
+    def _return_outputs(self, step: Step, y_MD: Tensor, pairs_N: NDArray[np.int64]) -> None:
         """Put each source's outputs into its slots: all k or their sums. `pairs_N`: pairs up to each row."""
         heap, received = step.heap, step.received
         assert heap is not None, "dispatch_finish opens it"
@@ -375,7 +340,7 @@ class ShmExchange(Exchange):
             ends_R = np.append(0, outputs_per_row(received.ids_NK, step.alone_NK).cumsum())[ends_R]
             ready = mixed_outputs(y_MD, received.ids_NK, step.alone_NK, received.weights_NK)
         else:
-            at_NK, weights_NK = _pair_places(received.ids_NK.numpy()), received.weights_NK.numpy()
+            at_NK, weights_NK = pair_places(received.ids_NK.numpy()), received.weights_NK.numpy()
             ready = self._sum_if_small(y_MD, at_NK, weights_NK)
         for source in (*self._end.peers, self.rank):
             begun_ns = time.monotonic_ns()
@@ -399,39 +364,3 @@ class ShmExchange(Exchange):
         sums_ND = self._small_sums[: at_NK.shape[0]]
         self._sum(y_MD, at_NK, weights_NK, sums_ND)
         return sums_ND
-
-
-def _pair_places(ids_NK: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N, K]: the position of each pair's output in y_MD, -1 for none."""
-    valid_NK = ids_NK >= 0
-    return np.where(valid_NK, valid_NK.ravel().cumsum().reshape(valid_NK.shape) - 1, -1)
-
-
-def _shape_text(shape: tuple[int, int, int]) -> str:
-    return f"hidden {shape[0]}, top-{shape[1]}, {_DTYPES[shape[2]]}"
-
-
-def _check_outputs(step: _Step, y_MD: Tensor, pairs: int) -> None:
-    if y_MD.shape != (pairs, step.shape[0]) or y_MD.dtype != step.x_TD.dtype:
-        raise ConfigError(
-            f"combine: outputs are {y_MD.dtype} {list(y_MD.shape)}, this step needs {step.x_TD.dtype} "
-            f"[{pairs} pairs, hidden {step.shape[0]}]"
-        )
-
-
-def pair_slots(step: _Step) -> NDArray[np.int64]:
-    """int64 [T, K]: the slot of each (token, expert) output, -1 for none. Each rank returns its pairs in order."""
-    at_TK = np.full(step.weights_TK.shape, -1, dtype=np.int64)
-    for sent, slot in zip(step.lists, step.output_slot_R, strict=True):
-        rows, ks = np.nonzero(sent.ids_NK.numpy() >= 0)
-        at_TK[sent.tokens_N.numpy()[rows], ks] = np.arange(slot, slot + rows.size)
-    return at_TK
-
-
-def _partial_slots(step: _Step) -> NDArray[np.int64]:
-    """int64 [T, R]: the slot of each rank's partial sum for each token, -1 for none."""
-    at_TR = np.full((step.x_TD.shape[0], len(step.lists)), -1, dtype=np.int64)
-    for rank, (sent, slot) in enumerate(zip(step.lists, step.output_slot_R, strict=True)):
-        tokens_N = sent.tokens_N.numpy()
-        at_TR[tokens_N, rank] = np.arange(slot, slot + tokens_N.size)
-    return at_TR

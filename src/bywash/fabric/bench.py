@@ -173,7 +173,7 @@ def _chase(ring, steps):  # type: ignore[no-untyped-def]
     return at
 
 
-@numba.njit(cache=True)
+@numba.njit  # no cache, which would not see changes of `replace_top`
 def _spin(heap, steps):  # type: ignore[no-untyped-def]
     step = 1
     for _ in range(steps):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bywash.errors import ConfigError
 from bywash.kernels.driver import check, driver
-from bywash.memory.cuda_heap import device_location, open_cuda_heaps
+from bywash.memory.cuda_heap import CudaHeap, device_location, open_cuda_heaps
 from bywash.memory.rendezvous import Members
 
 _ALIGN = 256
@@ -123,14 +123,14 @@ class DeviceSlots:
             (layout.own, 2 * layout.inner, layout.hidden),
             (layout.own, layout.hidden, layout.inner),
         )
-        heap = self._heaps[self.rank]
+        heap = self._own_heap()
         return heap.tensor(at["gate_at"], gate_shape, layout.dtype), heap.tensor(
             at["down_at"], down_shape, layout.dtype
         )
 
     def sums(self, layer: int) -> Tensor:
         """int64 [L]: checksums of the own experts of a layer, as peers read them."""
-        return self._heaps[self.rank].tensor(self.layout.offsets(layer)["sums_at"], (self.layout.own,), torch.int64)
+        return self._own_heap().tensor(self.layout.offsets(layer)["sums_at"], (self.layout.own,), torch.int64)
 
     @property
     def homes(self) -> list[int]:
@@ -143,14 +143,28 @@ class DeviceSlots:
         Waits for the device first. All ranks must tell their layers, see `ElasticLayers.resize`, which calls this.
 
         Raises:
-            ConfigError: more than the layout has addresses for, or no memory for them.
+            ConfigError: more than the layout has addresses for, no memory for them, or closed.
         """
+        self._own_heap()
         if not 0 <= slots <= self.layout.slots:
             raise ConfigError(f"device slots: resize to {slots} slots; addresses are reserved for {self.layout.slots}")
         torch.cuda.synchronize()
         self.gate_pages.resize(slots)
         self.down_pages.resize(slots)
         self.usable = slots
+
+    def close(self) -> None:
+        """Give the slots' memory back; weights go with the last tensor in them. Every rank calls. Safe to repeat."""
+        if not self._heaps:
+            return
+        self.resize(0)
+        self._heaps = []
+        self.gate_up_SGD, self.down_SDF = self.gate_up_SGD.new_empty(0), self.down_SDF.new_empty(0)
+
+    def _own_heap(self) -> CudaHeap:
+        if not self._heaps:
+            raise ConfigError("device slots: closed; open new ones")
+        return self._heaps[self.rank]
 
     @property
     def mapped_bytes(self) -> int:

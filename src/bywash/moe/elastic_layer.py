@@ -15,6 +15,7 @@ Knows nothing of models or processes. docs/overflow.md has the argument why no r
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from torch import Tensor
 from bywash.balance.limits import Limits, SlotDirectory
 from bywash.balance.placement import Placement
 from bywash.errors import ConfigError
+from bywash.exchange import peer_tensors
 from bywash.exchange.names import Combine
-from bywash.exchange.peer_elastic import ElasticDevice, Planner, elastic_layout
+from bywash.exchange.peer_elastic import ElasticDevice, ElasticRecord, Planner, elastic_layout
 from bywash.exchange.peer_tensors import DeviceReceived
 from bywash.memory.device_slots import DeviceSlots, WeightLayout
 from bywash.memory.rendezvous import Members
@@ -63,6 +65,7 @@ class ElasticLayers:
         device: this rank's end of the exchange.
         slots: weights; write `slots.own(layer)`, then call `seal`.
         planner: makes plans; holds the slots' directory.
+        closed: whether `close` was called: nothing runs any more.
     """
 
     def __init__(
@@ -82,7 +85,8 @@ class ElasticLayers:
                 `DevicePlanner`.
             RankLostError: a rank did not come.
         """
-        self.sizes, self.placement = sizes, placement
+        self.sizes, self.placement, self.closed = sizes, placement, False
+        self._made: WeakSet[ElasticLayer] = WeakSet()
         layout = elastic_layout(
             placement.home_E,
             ranks=members.ranks,
@@ -106,12 +110,15 @@ class ElasticLayers:
         self.planner = _open_planner(placement, limits, sizes)
         self.fetching = torch.cuda.Stream(priority=0)  # the lowest there is
         with torch.inference_mode(False):  # outlives the model's inference mode
-            self.h_MF = torch.empty(sizes.pairs, sizes.inner, dtype=sizes.dtype, device="cuda")
-            self.y_MD = torch.empty(sizes.pairs, sizes.hidden, dtype=sizes.dtype, device="cuda")
+            self.h_MF = torch.empty(sizes.pairs, sizes.inner, dtype=sizes.dtype, device=peer_tensors.GPU)
+            self.y_MD = torch.empty(sizes.pairs, sizes.hidden, dtype=sizes.dtype, device=peer_tensors.GPU)
 
     def layer(self, number: int) -> "ElasticLayer":
         """A layer whose weights are in place and sealed."""
-        return ElasticLayer(self, number)
+        self.require_open()
+        layer = ElasticLayer(self, number)
+        self._made.add(layer)
+        return layer
 
     def resize(self, slots: int) -> None:
         """Give memory of slots back, or take it again. All ranks call, between steps; captured graphs stay valid.
@@ -119,14 +126,35 @@ class ElasticLayers:
         Slots that go are forgotten, so that one which comes back is filled anew before it is used.
 
         Raises:
-            ConfigError: see `DeviceSlots.resize`.
+            ConfigError: see `DeviceSlots.resize`; or closed.
         """
+        self.require_open()
         torch.cuda.synchronize()
         kept = min(slots, self.slots.usable)
         self.slots.resize(slots)
         self.planner.keys_RS[:, kept:] = -1
         self.device.set_usable(slots)
         torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back; layers made of this run no more, nor may graphs that captured them. Safe to call twice.
+
+        Every rank calls, after its last step. Weights that the caller still holds stay until it drops them.
+        """
+        if self.closed:
+            return
+        torch.cuda.synchronize()
+        self.closed = True
+        for layer in list(self._made):
+            layer.release()
+        self.device.close()
+        self.slots.close()
+        self.h_MF, self.y_MD = self.h_MF.new_empty(0), self.y_MD.new_empty(0)
+
+    def require_open(self) -> None:
+        """Raise `ConfigError` once this is closed."""
+        if self.closed:
+            raise ConfigError("elastic layers: closed; open new ones")
 
     @property
     def arithmetic(self) -> dict[str, int]:
@@ -166,10 +194,10 @@ class ElasticLayer:
 
     def __init__(self, layers: ElasticLayers, number: int) -> None:
         """Describe the layer to the device and make the checksums of its own weights."""
-        self._layers, sizes = layers, layers.sizes
-        self.record = layers.device.record(number, layers.slots, layers.planner, capacity=sizes.pairs)
-        layers.device.seal(self.record)
-        self._experts = ElasticExperts(layers, number)
+        self._layers = layers
+        record = layers.device.record(number, layers.slots, layers.planner, capacity=layers.sizes.pairs)
+        layers.device.seal(record)
+        self._parts: tuple[ElasticRecord, ElasticExperts] | None = (record, ElasticExperts(layers, number))
 
     def __call__(
         self,
@@ -192,9 +220,9 @@ class ElasticLayer:
             [T or more, D]; rows past `tokens` are undefined.
 
         Raises:
-            ConfigError: shapes that do not fit; or a step under the last plan that may need waves.
+            ConfigError: shapes that do not fit; a step under the last plan that may need waves; or closed.
         """
-        device, record, planner = self._layers.device, self.record, self._layers.planner
+        device, planner, (record, experts) = self._layers.device, self._layers.planner, self._open()
         layout, main = device.layout, torch.cuda.current_stream()
         if not counts_first and x_TD.shape[0] * layout.ranks * layout.top_k > self._layers.sizes.pairs:
             raise ConfigError(
@@ -210,10 +238,10 @@ class ElasticLayer:
             received = device.dispatch_wave(record, wave, generation)
             if not counts_first:
                 self._plan_next(main, generation)
-            y_MD = self._experts.own_outputs(received, self._layers.y_MD)
+            y_MD = experts.own_outputs(received, self._layers.y_MD)
             if filled is not None:
                 main.wait_event(filled)
-                self._experts.guest_outputs(received, y_MD)
+                experts.guest_outputs(received, y_MD)
             pushed = received.target_M is not None
             device.combine_wave(record, y_MD, out_TD, wave, generation, pushed=pushed)
         main.wait_stream(self._layers.fetching)
@@ -223,10 +251,26 @@ class ElasticLayer:
         """Wait for the device and raise what went wrong in the exchange, a copy or the experts, if anything did.
 
         Raises:
-            BywashError: see `PeerDevice.check`; weights arrived damaged; or experts were given an index that cannot be.
+            BywashError: see `PeerDevice.check`; weights arrived damaged; experts were given an index that cannot be; or
+                closed.
         """
+        _, experts = self._open()
         self._layers.device.check()
-        self._experts.check()
+        experts.check()
+
+    @property
+    def record(self) -> ElasticRecord:
+        """What the kernels know of the layer."""
+        return self._open()[0]
+
+    def release(self) -> None:
+        """Drop what holds memory; `ElasticLayers.close` calls it."""
+        self._parts = None
+
+    def _open(self) -> tuple[ElasticRecord, "ElasticExperts"]:
+        if self._parts is None:
+            raise ConfigError("elastic layer: its layers are closed; open new ones")
+        return self._parts
 
     def _fetch(self, main: torch.cuda.Stream, generation: int) -> torch.cuda.Event | None:
         """Copy weights beside what needs none of them: slots were last read by steps that came before on `main`."""

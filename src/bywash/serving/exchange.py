@@ -157,12 +157,11 @@ class ServingExchange:
             sync: wait on the host for the number of rows; off for CUDA graphs.
 
         Raises:
-            ConfigError: shapes or dtypes that do not fit, or more tokens than were announced.
+            ConfigError: shapes or dtypes that do not fit; or a rank, on all of them, that brings more tokens than were
+                announced, after which the exchange is of no more use.
             RankLostError: a rank is lost (with `sync`, or on CPUs).
         """
         tokens, most_now = x_TD.shape[0], most_tokens if step_tokens is None else step_tokens
-        if tokens > most_now:
-            raise ConfigError(f"a step of {tokens} tokens, where no rank was to bring more than {most_now}")
         if ids_TK.shape[0] != tokens or weights_TK.shape != ids_TK.shape:
             raise ConfigError(f"ids {list(ids_TK.shape)} and weights {list(weights_TK.shape)} for {tokens} tokens")
         if scales_TG is not None and scales_TG.dtype != torch.float32:
@@ -174,6 +173,9 @@ class ServingExchange:
             top_k=ids_TK.shape[1],
         )
         carrier = self._carrier(form, x_TD.is_cuda, out_dtype, most_tokens)
+        if tokens > most_now:
+            what = f"rank {self.group.rank} brings {tokens} tokens to a step, where no rank was to bring more than"
+            carrier.refuse(ConfigError(f"{what} {most_now}"))
         on_device = DeviceRows(form) if isinstance(carrier, DeviceCarrier) else None
         ranks, weights_TK = self.group.ranks, weights_TK.float()
         if on_device is not None:

@@ -66,6 +66,7 @@ def make_halves(original: Callable[..., Any], *args: Any, **options: Any) -> Any
     if call.arguments["use_monolithic"]:
         raise ConfigError("BYWASH_VLLM=1: the chosen MoE kernel routes by itself; choose another --moe-backend")
     config = get_current_vllm_config_or_none()
+    require_micro_batches(1 if config is None else config.parallel_config.num_ubatches)
     eager = config is None or config.model_config is None or config.model_config.enforce_eager
     return BywashPrepareAndFinalize(
         shared_exchange(),
@@ -84,6 +85,15 @@ def shared_exchange() -> ServingExchange:
         _publisher = metrics.inside_engine(_shared.group.rank)
         logger.info("bywash: MoE rows of rank %d travel by bywash's exchange", _shared.group.rank)
     return _shared
+
+
+def require_micro_batches(number: int) -> None:
+    """Raise `ConfigError` for more micro-batches than there are buffers for."""
+    if number > _MICRO_BATCHES:
+        raise ConfigError(
+            f"BYWASH_VLLM=1 with --ubatch-size {number}: bywash keeps {_MICRO_BATCHES} micro-batches in flight; use "
+            f"--enable-dbo, or --ubatch-size {_MICRO_BATCHES} or less"
+        )
 
 
 def max_tokens(layer: int, config: Any) -> int:

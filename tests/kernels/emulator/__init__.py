@@ -6,6 +6,7 @@ of the GPU's memory order or speed.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
@@ -67,15 +68,21 @@ def built(source, names, macros):
     flags += ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", f"-I{HERE}"]
     key = hashlib.sha256((text + (HERE / "cuda_on_cpu.h").read_text() + repr(flags)).encode()).hexdigest()[:24]
     path = Path(tempfile.gettempdir(), f"bywash-emulated-{os.getuid()}", f"{key}.so")
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(suffix=".cpp", mode="w", dir=path.parent) as file:
-            file.write(text)
-            file.flush()
-            made = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-            subprocess.run([COMPILER, *flags, file.name, "-o", str(made)], check=True)
-        made.replace(path)
+    path.parent.mkdir(exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks, threads or processes, ask for the same kernels at the same time
+        if not path.exists():
+            _compile(text, flags, path)
     return ctypes.CDLL(str(path))
+
+
+def _compile(text, flags, path):
+    with tempfile.NamedTemporaryFile(suffix=".cpp", mode="w", dir=path.parent) as file:
+        file.write(text)
+        file.flush()
+        made = path.with_suffix(".part")
+        subprocess.run([COMPILER, *flags, file.name, "-o", str(made)], check=True)
+    made.replace(path)
 
 
 class EmulatedKernels(Kernels):
@@ -148,9 +155,9 @@ class Threads:
 
     def open_heaps(self, members, heap_bytes, *, arithmetic, facts):
         self.heaps[members.rank] = Heap(heap_bytes)
-        self.barrier.wait(60)
+        self.barrier.wait(200)
         heaps = [self.heaps[rank] for rank in range(self.ranks)]
-        self.barrier.wait(60)
+        self.barrier.wait(200)
         return heaps
 
     def run(self, function, *args):

@@ -4,15 +4,19 @@
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from bywash.errors import ConfigError
 from bywash.fabric.config.cumulus import nvue
 from bywash.fabric.config.nccl import environment_file
 from bywash.fabric.config.nic import nic_script, servers
 from bywash.fabric.config.plan import FabricPlan, SwitchPlan
 from bywash.fabric.config.rollout import patch, rollout
 from bywash.fabric.config.sonic import ConfigDb, adaptive_routing_words, config_db
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 def sonic_configs(plan: FabricPlan) -> dict[str, ConfigDb]:
@@ -21,7 +25,17 @@ def sonic_configs(plan: FabricPlan) -> dict[str, ConfigDb]:
 
 
 def files(plan: FabricPlan, current: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, str]:
-    """File name -> text. `current` are config_db files that switches have now; patches are made against them."""
+    """File name -> text. `current` are config_db files that switches have now; patches are made against them.
+
+    Raises:
+        ConfigError: a switch whose name cannot be that of a file.
+    """
+    for switch in plan.switches:
+        if not _FILE_NAME.fullmatch(switch.name):
+            raise ConfigError(
+                f"topology.nodes: the switch {switch.name!r} gives its files their names; use letters, digits and . _ "
+                "-, beginning with a letter or a digit"
+            )
     made = {"plan.md": describe(plan), "rollout.md": _rollout(plan)}
     for name, config in sonic_configs(plan).items():
         made[f"{name}.json"] = _json(config)
