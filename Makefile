@@ -41,11 +41,12 @@ demo: setup      ## run a MoE model over 4 local processes and check it against 
 ALONE := $(addprefix tests/,balance doctor fabric fabric_config fabric_tune kernels planner report routing)
 
 test: setup      ## all tests that CI runs
+	@$(BIN)/python -m tests.warm
 	@$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile $(ALONE)
 	@$(BIN)/python -m pytest -q -m 'not slow' $(addprefix --ignore=,$(ALONE)) tests
 
-test-slow: setup ## the long sweeps
-	@$(BIN)/python -m pytest -q -m slow --timeout 3600
+test-slow: setup ## the long sweeps, on other random examples each time
+	@$(BIN)/python -m pytest -q -m slow --timeout 3600 --hypothesis-profile search
 
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed

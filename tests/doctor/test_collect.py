@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bywash.doctor import Severity, Snapshot, examine, live, load, save
@@ -180,7 +180,7 @@ damage = st.dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None)
 @given(damage=damage, complete=st.booleans())
 def test_garbled_files_never_give_a_traceback(damage, complete):
     files = dict(WHOLE)
@@ -211,7 +211,7 @@ def test_a_file_that_holds_nonsense_is_unknown_never_ok(path):
     assert any(f.severity is Severity.UNKNOWN for f in report.findings), path
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(["cut", "insert", "flip"]),
     at=st.integers(0, 1 << 20),
@@ -241,7 +241,7 @@ def test_a_tool_that_hangs_or_fails_is_unread(tmp_path, monkeypatch):
 
 def doctor(*options, cwd):
     command = [sys.executable, "-m", "bywash", "doctor", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd)
 
 
 def test_command_line(tmp_path):

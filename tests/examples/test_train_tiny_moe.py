@@ -22,7 +22,7 @@ def train(*arguments):
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    subprocess.run([sys.executable, EXAMPLES / "corpus.py", "--out", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, EXAMPLES / "corpus.py", "--out", folder], check=True, timeout=200)
     return folder
 
 

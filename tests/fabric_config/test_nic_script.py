@@ -84,7 +84,7 @@ def server(tmp_path, request):
             "BYWASH_SYS": str(sys_tree),
             "BYWASH_KEPT": str(tmp_path / "kept.undo"),
         }
-        done = subprocess.run(["bash", script, *args], capture_output=True, text=True, env=environment, timeout=60)
+        done = subprocess.run(["bash", script, *args], capture_output=True, text=True, env=environment, timeout=200)
         return done
 
     run.tree = tmp_path

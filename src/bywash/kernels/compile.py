@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from bywash.cache import cache_directory
 from bywash.errors import ConfigError
 
 SOURCES = (
@@ -108,7 +109,7 @@ def compile_kernels(shape: KernelShape, arch: str, *, cache: Path | None = None)
     Args:
         shape: the static shape.
         arch: such as `sm_90a`.
-        cache: the directory to keep it in; by default `$BYWASH_CACHE/kernels` or `~/.cache/bywash/kernels`.
+        cache: the directory to keep it in; by default `kernels` in `cache_directory()`.
 
     Raises:
         ConfigError: the packages are missing, or NVRTC refuses the architecture or the source.
@@ -134,7 +135,7 @@ def compile_source(
     """
     require_cuda()
     key = hashlib.sha256(repr((source, arch, macros, compiler_version())).encode()).hexdigest()[:32]
-    path = (cache or _cache_directory()) / f"{name}-{arch}-{key}.cubin"
+    path = (cache or cache_directory() / "kernels") / f"{name}-{arch}-{key}.cubin"
     try:
         return path.read_bytes()
     except OSError:
@@ -170,11 +171,6 @@ def compiler_version() -> tuple[int, ...]:
             f"kernels for GPUs need the compiler NVRTC, which was not found ({type(error).__name__}): "
             "pip install 'bywash[cuda]', or nvidia-cuda-nvrtc"
         ) from error
-
-
-def _cache_directory() -> Path:
-    root = os.environ.get("BYWASH_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "bywash") / "kernels"
 
 
 def _keep(path: Path, code: bytes) -> None:

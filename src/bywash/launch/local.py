@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,13 +24,8 @@ RankMain = Callable[[Any, int, int, Any], None]
 """(payload, rank, ranks, store) -> None; must be importable by name."""
 
 MAX_LOCAL_RANKS = 64
-# Imported once by the server that forks the ranks. modeling_utils and generation are what a model class pulls in.
-_PRELOAD = [
-    "torch.distributed",
-    "bywash.models.job",
-    "transformers.modeling_utils",
-    "transformers.generation",
-]
+PRELOADED = ("torch.distributed", "bywash.models.job", "transformers.modeling_utils", "transformers.generation")
+"""Imported once by the server that forks the ranks. modeling_utils and generation are what a model class pulls in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +47,8 @@ def run_local(main: RankMain, payload: Any, ranks: int, deadline_s: float) -> No
     if not 1 <= ranks <= MAX_LOCAL_RANKS:
         raise ConfigError(f"--ranks {ranks}: choose 1 to {MAX_LOCAL_RANKS} local processes")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    forkserver.ensure_running()  # its imports take seconds; let them run beside ours
+    context.set_forkserver_preload(list(PRELOADED))
+    _start_forkserver()  # its imports take seconds; let them run beside ours
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,6 +72,16 @@ def run_local(main: RankMain, payload: Any, ranks: int, deadline_s: float) -> No
                     process.kill()
                 process.join()
             ours_alone.close()
+
+
+def _start_forkserver() -> None:
+    """Start it with Ctrl-C held off: while it imports it would answer with a traceback; afterwards it ignores it."""
+    resource_tracker.ensure_running()  # which would let Ctrl-C in again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -158,17 +163,27 @@ def _child(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     threading.Thread(target=_end_with_parent, args=(parent_alive,), daemon=True).start()
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
     try:
-        main(payload, rank, ranks, dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=deadline_s)))
+        main(payload, rank, ranks, _store(rank, port, deadline_s))
         pipe.send(_Report(rank, None))
     except BywashError as error:
         pipe.send(_Report(rank, error))
     except Exception:
         pipe.send(_Report(rank, None, traceback.format_exc()))
+
+
+def _store(rank: int, port: int, deadline_s: float) -> Any:
+    """The parent's store."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    try:
+        return dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=deadline_s))
+    except dist.DistError as error:
+        raise BywashError(
+            f"rank {rank} did not reach the process that started it within --deadline, {deadline_s:g} s; give it more"
+        ) from error
 
 
 def _end_with_parent(parent_alive: Connection) -> None:

@@ -27,6 +27,8 @@ def run_under_torchrun(main: RankMain, payload: Any, asked_ranks: int | None, de
     import torch.distributed as dist
 
     rank, ranks = _number("RANK"), _number("WORLD_SIZE")
+    if "MASTER_PORT" in os.environ:
+        _number("MASTER_PORT")
     if not 0 <= rank < ranks:
         raise ConfigError(f"RANK={rank}: must be 0 to {ranks - 1}, below WORLD_SIZE={ranks}; check the launcher")
     if asked_ranks is not None and asked_ranks != ranks:

@@ -6,11 +6,13 @@ downloaded checkpoint; they run every code path of a family, and their text is n
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from bywash.cache import cache_directory
+from bywash.errors import ConfigError
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
@@ -97,14 +99,23 @@ def model_directory(name: str) -> Path:
 def preset_directory(name: str) -> Path:
     """The checkpoint directory of a preset, made on first use (seeded, so everywhere the same).
 
-    It lies in $BYWASH_CACHE, or $XDG_CACHE_HOME/bywash, or ~/.cache/bywash. Several processes may call at once.
+    It lies in `cache_directory()`. Several processes may call at once.
+
+    Raises:
+        ConfigError: it cannot be written there.
     """
     spec = {**_COMMON, **PRESETS[name]}
     stamp = hashlib.sha256(json.dumps([spec, SEED], sort_keys=True).encode()).hexdigest()[:10]
-    final = _cache() / f"{name}-{stamp}"
+    final = cache_directory() / f"{name}-{stamp}"
     if not (final / "config.json").exists():
-        final.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=final.parent))
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=final.parent))
+        except OSError as error:
+            raise ConfigError(
+                f"--model {name}: cannot be made in {final.parent}: {error.strerror or error}; set BYWASH_CACHE to a "
+                "directory that can be written"
+            ) from error
         try:
             _make(spec, scratch)
             scratch.rename(final)
@@ -114,12 +125,6 @@ def preset_directory(name: str) -> Path:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return final
-
-
-def _cache() -> Path:
-    if "BYWASH_CACHE" in os.environ:
-        return Path(os.environ["BYWASH_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "bywash"
 
 
 def _make(spec: dict[str, Any], directory: Path) -> None:
