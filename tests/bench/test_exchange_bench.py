@@ -11,7 +11,7 @@ from bywash.bench.exchange import fake_experts
 from bywash.cli.bench import sizes_between
 from bywash.cli.main import app
 from bywash.cli.units import gigabits, microseconds, parse_link
-from bywash.errors import ConfigError
+from bywash.errors import BywashError, ConfigError
 from bywash.routing import Routing
 
 
@@ -106,7 +106,7 @@ def test_bench_refuses_to_run_under_torchrun(monkeypatch):
 def test_bench_prints_its_json_and_keeps_the_table_apart():
     shape = ["--ranks", "1", "--hidden", "8", "--experts", "8", "--topk", "2", "--rounds", "1", "-b", "4", "-e", "4"]
     command = [sys.executable, "-m", "bywash", "bench", "exchange", *shape, "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert len(json.loads(done.stdout)["rows"]) == 3
     assert "algorithm" in done.stderr
 
@@ -128,6 +128,13 @@ def test_explain_shows_what_gpus_would_take_and_why_without_any(capfd, tmp_path)
     assert all(row["arithmetic"] in text for row in rows)
     assert all((row["why"] is not None) == row["taken"] for row in rows)
     assert text.count("taken: ") == 2  # one algorithm for both halves of each size
+
+
+def test_explain_to_a_full_disk_is_named_as_elsewhere(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(BywashError, match=r"^stdout: cannot write to it: No space left"):
+            app(["bench", "exchange", "--explain"], standalone_mode=False)
 
 
 def test_explain_knows_exact_skew_and_slow_links(capfd):

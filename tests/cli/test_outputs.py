@@ -12,7 +12,7 @@ import pytest
 
 from bywash.cli import limits, run
 from bywash.cli.main import app
-from bywash.cli.output import replaceable, writable, write_json
+from bywash.cli.output import apart, replaceable, writable, write_json
 from bywash.errors import ConfigError, TraceError
 from bywash.routing import RoutingTrace
 from tests.routing.trace_samples import small_trace
@@ -29,7 +29,7 @@ def command(*args, **options):
         [sys.executable, "-m", "bywash", *map(str, args)],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=200,
         **options,
     )
 
@@ -43,6 +43,32 @@ def no_work(monkeypatch):
 
     monkeypatch.setattr("bywash.launch.run_local", started)
     monkeypatch.setattr("bywash.launch.run_under_torchrun", started)
+
+
+@pytest.mark.parametrize(
+    ("args", "first", "second"),
+    [
+        (("run", *SMALL), "--json", "--trace"),
+        (("run", *SMALL), "--trace", "--timeline"),
+        (("run", *SMALL), "--json", "--timeline"),
+        (("bench", "layer"), "--json", "--timeline"),
+        (("fabric", "tune", "values.yaml"), "--json", "--out"),
+    ],
+)
+def test_two_outputs_in_one_file_are_refused(tmp_path, no_work, args, first, second):
+    with pytest.raises(ConfigError, match=f"^{second} .*: is {first} too; give it another name"):
+        bywash(*args, first, tmp_path / "out", second, tmp_path / "." / "out")
+
+
+def test_outputs_that_are_one_file_by_another_name(tmp_path):
+    (tmp_path / "one").write_text("")
+    (tmp_path / "hard").hardlink_to(tmp_path / "one")
+    (tmp_path / "soft").symlink_to("new")
+    for same in (("one", "hard"), ("soft", "new")):
+        with pytest.raises(ConfigError, match="is --json too"):
+            apart(dict(zip(("--json", "--out"), (tmp_path / name for name in same), strict=True)))
+    apart({"--json": "-", "--out": tmp_path / "one", "--trace": None, "--timeline": tmp_path / "new"})
+    apart({"--json": "/dev/null", "--trace": "/dev/null"})
 
 
 BAD_PLACES = ["", "{tmp}", "{tmp}/none/out", "{tmp}/file/out", "/proc/out", "/dev/full", "{tmp}/" + "x" * 300]
@@ -124,20 +150,50 @@ def test_closed_stdout():
         ["bash", "-c", '"$0" -m bywash run --ranks 2 --tokens 2 >&-', sys.executable],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
 
 
+def test_interrupted_while_ranks_start(tmp_path):
+    """Ctrl-C goes to all processes of the terminal, also to the one that still imports what ranks need."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bywash", "bench", "exchange"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    children, end = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 100
+    while not any(
+        b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children.read_text().split()
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.3)  # it imports for seconds
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert said == "bywash: interrupted\n"
+
+
 def test_interrupted(tmp_path):
     args = ["trace", "make", "--steps", "20000", "--out", str(tmp_path / "t")]
-    with subprocess.Popen([sys.executable, "-m", "bywash", *args], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bywash", *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell starts with & ignores it
+    )
+    try:
         assert "bywash: making 20,000 steps" in process.stderr.readline()
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-        assert process.stderr.read().strip() == "bywash: interrupted"
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, said.strip()) == (130, "bywash: interrupted")
 
 
 @pytest.mark.parametrize("deadline", ["nan", "inf", "-1", "0", "1e7"])

@@ -1,13 +1,15 @@
 """The command answers at once, never with a traceback."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 
-def python(*args):
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120)
+def python(*args, **variables):
+    environment = {**os.environ, **variables}
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=200, env=environment)
 
 
 @pytest.mark.parametrize("code", ["import bywash", "import bywash.cli.main"])
@@ -37,3 +39,12 @@ def test_a_mistake_is_one_line_and_exit_code_2():
     done = python("-m", "bywash", "run", "--ranks", "0")
     assert done.returncode == 2
     assert done.stderr.strip() == "bywash: --ranks 0: choose 1 to 64 local processes"
+
+
+def test_where_compiled_code_cannot_be_kept_the_user_is_told_what_to_set():
+    nowhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": ""}
+    done = python("-m", "bywash", "fabric", "prove", "--topology", "ring:switches=4,hosts=4", **nowhere)
+    assert done.returncode == 2
+    assert done.stderr.startswith("bywash: NUMBA_CACHE_DIR: cannot cache function ")
+    assert done.stderr.endswith("; set it to a directory that can be written\n")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,8 +8,10 @@ from typer.testing import CliRunner
 
 from bywash.cli.fabric import app
 from bywash.errors import ConfigError
-from bywash.fabric import Flows, alltoall, from_matrix, join, poisson, simulate
+from bywash.fabric import Flows, Scenario, alltoall, from_matrix, join, poisson, simulate, single_switch
 from bywash.fabric.files import load_scenario, parse_scenario, parse_short
+from bywash.fabric.layout import LAST_PS
+from bywash.fabric.traffic import LEAST_GBPS
 
 GOOD = {
     "profile": "rocev2",
@@ -68,6 +71,37 @@ def test_an_exchange_in_a_file_is_paced_by_its_counts(tmp_path):
         ("traffic.0.schedule", "random", r"traffic\[0\].schedule = 'random'"),
         ("traffic.0.pace_by_counts", 1.0, r"traffic\[0\].pace_by_counts: the traffic has a schedule of its own"),
         ("traffic.0.pace_by_counts", -1, r"traffic\[0\].pace_by_counts = -1"),
+        ("traffic.0.pace_by_counts", float("inf"), r"traffic\[0\].pace_by_counts = inf"),
+        ("traffic.0.bytes", 10**20, r"traffic\[0\].bytes = 100000000000000000000"),
+        ("traffic.0.rate_gbps", 1e-10, r"traffic\[0\].rate_gbps_F\[0\] = 1e-10: must be 0 for none, or from 0.001"),
+        ("traffic.0.rate_gbps", float("inf"), r"traffic\[0\].rate_gbps_F\[0\] = inf"),
+        ("traffic.0.start_us", float("inf"), r"traffic\[0\].start_us = inf"),
+        ("traffic.0.gap_us", float("nan"), r"traffic\[0\].gap_us = nan"),
+        ("traffic.0.step_us", 1e30, r"traffic\[0\].step_us = 1e\+30"),
+        ("traffic.0.phase", 10**11, r"traffic\[0\].phase = 100000000000"),
+        ("traffic.0.phase", -1, r"traffic\[0\].phase = -1"),
+        ("traffic", [{"kind": "permutation", "bytes": 1, "seed": -1}], r"traffic\[0\].seed = -1"),
+        ("traffic", [{"kind": "poisson", "bytes": 0, "load": 0.1, "end_us": 9}], r"traffic\[0\].bytes = 0"),
+        (
+            "traffic",
+            [{"kind": "incast", "bytes": 1, "receiver": 0, "senders": "0-99999999999"}],
+            r"traffic\[0\].senders = '0-99999999999': hosts are 0 to 7",
+        ),
+        (
+            "traffic",
+            [{"kind": "incast", "bytes": 1, "receiver": 0, "pace_by_counts": 1}],
+            r"traffic\[0\].pace_by_counts: is for kinds alltoall and matrix; kind incast has no counts",
+        ),
+        *(
+            (
+                "traffic",
+                [{"kind": "flows", "flows": [{"src": 0, "dst": 1, "bytes": 5} | wrong]}],
+                r"traffic\[0\].flows\[0\]",
+            )
+            for wrong in ({"src": float("nan")}, {"bytes": 1.5}, {"start_us": 1e30}, {"phase": 1e9})
+        ),
+        ("topology", {"kind": "fat-tree", "k": 100_000}, r"topology: fat-tree of 750,000,000,000,000 links"),
+        ("topology", {"kind": "mesh", "rows": 10**5, "columns": 10**5}, r"topology: mesh of 30,000,000,000 links"),
         ("traffic", [], r"traffic"),
         ("traffic", [{"kind": "incast", "bytes": 1}], r"traffic\[0\].receiver: must be given"),
         ("traffic", [{"kind": "incast", "bytes": 1, "receiver": 8}], r"traffic"),
@@ -132,7 +166,34 @@ def test_flows_and_matrix_from_files(tmp_path):
     assert result.start_ps_F[1] == result.done_ps_F[0]
 
 
+@pytest.mark.parametrize(
+    "topology",
+    [
+        {"kind": "leaf-spine", "hosts": 12, "leaves": 3, "spines": 2, "links_per_pair": 2},
+        {"kind": "fat-tree", "k": 4},
+        {"kind": "rail-optimised", "servers": 3, "nics_per_server": 4, "spines": 2, "links_per_pair": 2},
+        {"kind": "ring", "switches": 4, "hosts_per_switch": 2},
+        {"kind": "mesh", "rows": 3, "columns": 2, "hosts_per_switch": 3},
+        {"kind": "single-switch", "hosts": 5},
+    ],
+    ids=lambda one: one["kind"],
+)
+def test_a_topology_too_large_is_known_before_it_is_built(topology, monkeypatch):
+    links = len(parse_scenario(changed("topology", topology)).topology.links)
+    bound = links + (5 if topology["kind"] == "mesh" else 0)  # those at two of its sides are counted, and not there
+    monkeypatch.setattr("bywash.fabric.file_topology.MOST_LINKS", bound - 1)
+    with pytest.raises(ConfigError, match=f"topology: {topology['kind']} of {bound} links; at most {bound - 1}"):
+        parse_scenario(changed("topology", topology))
+
+
 # ---- traffic
+
+
+def test_a_pace_that_outlasts_simulated_time_is_its_end_not_a_stall():
+    flows = from_matrix([[0, 9000, 0], [0, 0, 0], [0, 0, 0]], rate_gbps=LEAST_GBPS)
+    late = replace(flows, start_ps_F=flows.start_ps_F + LAST_PS - 10_000_000)  # a second packet would be 8 ms later
+    result = simulate(Scenario(topology=single_switch(hosts=3), flows=late))
+    assert result.verdict == "time limit"
 
 
 def test_rotated_keeps_as_many_flows_under_way_as_asked():

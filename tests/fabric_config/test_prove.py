@@ -185,6 +185,9 @@ def test_what_names_no_host_is_refused():
         prove(ring(switches=4), pairs=((0, 9),))
     with pytest.raises(ConfigError, match="no live link"):
         prove_paths(ring(switches=4), [["host0", "sw2"]])
+    for path in ([""], ["host0"], ["sw0", "sw1", "sw2"], ["host0", "sw0"]):
+        with pytest.raises(ConfigError, match=r"path.0. = .*: must go from a host over switches to a host"):
+            prove_paths(ring(switches=4), [path])
     with pytest.raises(ConfigError, match="policy"):
         prove(ring(switches=4), "magic")
 

@@ -60,6 +60,7 @@ def test_scenario_files_are_cases(values, tmp_path, capsys):
         (("--traffic", "nothing:bytes=1"), "--traffic nothing:bytes=1: traffic"),
         (("--trace", "prose", "--traffic", "alltoall:bytes=1"), "not both"),
         (("--trace", "prose", "--tokens", 0), "--tokens 0"),
+        (("--trace", "prose", "--jobs", 0), "--jobs 0: must be 1 to 256"),
         (("--traffic", "alltoall:bytes=1", "--budget", 1), "budget = 1"),
         (("--traffic", "alltoall:bytes=1", "--pause-budget", 2), "pause_budget = 2"),
         (("--traffic", "alltoall:bytes=1", "--out", "/nowhere/x.yaml"), "--out /nowhere/x.yaml"),

@@ -76,7 +76,7 @@ def exchange(
         if chosen not in known:
             raise ConfigError(f"{flag} {chosen}: choose one of {', '.join(known)}")
     if not 0 <= zipf < 100:
-        raise ConfigError(f"--zipf {zipf}: must be 0 or more")
+        raise ConfigError(f"--zipf {zipf}: must be 0 or more, and below 100")
     writable(json_file, "--json", or_stdout=True)
     bench = ExchangeBench(
         sizes=sizes,
@@ -105,7 +105,7 @@ def _explain(bench: "ExchangeBench", ranks: int, json_file: str | None) -> None:
     choices = explain_choices(bench, ranks)
     if json_file is not None:
         write_json(json_file, {"ranks": ranks, "rows": explain_rows(choices)})
-    print(explain_text(bench, ranks, choices), file=sys.stderr if json_file == STDOUT else sys.stdout)
+    _print(json_file, explain_text(bench, ranks, choices))
 
 
 def _check_size(bench: "ExchangeBench", ranks: int, deadline: float) -> None:
@@ -147,12 +147,12 @@ def rank_main(job: _Job, rank: int, ranks: int, store: Any) -> None:
     rows: list[dict[str, Any]] = []
     try:
         if rank == 0:
-            _print(job, header(job.bench, ranks))
+            _print(job.json, header(job.bench, ranks))
         for measured in measure(group, job.bench):
             gathered = gather_objects(group, measured)
             if gathered is not None:
                 done = rows_of(gathered)
-                _print(job, "\n".join(line(row) for row in done))
+                _print(job.json, "\n".join(line(row) for row in done))
                 rows += done
     finally:
         group.close()
@@ -164,8 +164,8 @@ def rank_main(job: _Job, rank: int, ranks: int, store: Any) -> None:
             raise BywashError(f"{wrong} elements differ from one process; see the #wrong column")
 
 
-def _print(job: _Job, text: str) -> None:
-    if job.json == STDOUT:
+def _print(json_file: str | None, text: str) -> None:
+    if json_file == STDOUT:
         print(text, file=sys.stderr, flush=True)
         return
     with printing():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bywash.cli.limits import check_deadline, check_link, check_memory
-from bywash.cli.output import STDOUT, printing, writable, write_json
+from bywash.cli.output import STDOUT, apart, printing, writable, write_json
 from bywash.cli.units import microseconds, parse_link
 from bywash.errors import BywashError, ConfigError
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from bywash.moe.pipeline import Split
 
 _ITEM_BYTES = 4
+_MOST_PIECES = 64
+"""Of a step: the time that a schedule takes to make grows with their square, 2 s for 8 layers in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ def layer(
         raise ConfigError(f"--ranks {ranks}: one rank sends nothing; give at least 2")
     writable(json_file, "--json", or_stdout=True)
     writable(timeline, "--timeline")
+    apart({"--json": json_file, "--timeline": timeline})
     shape = StackShape(
         layers=layers,
         hidden=hidden,
@@ -91,18 +94,23 @@ def layer(
     bench = LayerBench(
         shape=shape,
         batches=sequences,
-        splits=parse_splits(splits),
+        splits=parse_splits(splits, sequences),
         combine=combine,
         link=parse_link(link, latency) if link else None,
         latency_us=microseconds(latency, "--latency"),
         rounds=rounds,
     )
     _check_size(bench, ranks, deadline)
+    print(
+        f"bywash: measuring {rounds} rounds of {len(bench.splits) + 1} schedules; the default sizes take minutes",
+        file=sys.stderr,
+        flush=True,
+    )
     run_local(rank_main, _Job(bench=bench, deadline=deadline, json=json_file, timeline=timeline), ranks, deadline)
 
 
-def parse_splits(text: str) -> tuple["Split", ...]:
-    """`2x1,1x4` to two micro-batches, and one in four chunks."""
+def parse_splits(text: str, sequences: int) -> tuple["Split", ...]:
+    """`2x1,1x4` to two micro-batches of as many sequences, and one in four chunks."""
     from bywash.moe.pipeline import Split
 
     found = []
@@ -110,6 +118,12 @@ def parse_splits(text: str) -> tuple["Split", ...]:
         lanes, _, chunks = part.strip().partition("x")
         if not (lanes.isdecimal() and chunks.isdecimal()):
             raise ConfigError(f"--splits {text!r}: must be micro-batches x chunks with commas, for example 2x1,1x4")
+        pieces = int(lanes) * int(chunks)
+        if not 1 <= pieces <= _MOST_PIECES or int(lanes) > sequences:
+            raise ConfigError(
+                f"--splits {part.strip()}: give at least 1 of each, at most as many micro-batches as --sequences "
+                f"{sequences}, and at most {_MOST_PIECES} pieces in all"
+            )
         found.append(Split(lanes=int(lanes), chunks=int(chunks)))
     return tuple(found)
 

@@ -37,6 +37,7 @@ def overflow(
         ("--slots", slots, 0, _MAX_SLOTS),
         ("--rows", rows, 1, 1 << 24),
         ("--capacity", capacity, 0, 1 << 29),
+        ("--break-even", break_even, 1, (1 << 29) - 1),
     ):
         if not least <= value <= most:
             raise ConfigError(f"{flag} {value}: must be {least} to {most}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from bywash.cli.fabric_config import Json, PgLookup
-from bywash.cli.output import STDOUT, printing, replaceable, stdout_console, writable, write_json
+from bywash.cli.output import STDOUT, apart, printing, replaceable, stdout_console, writable, write_json
 from bywash.errors import BywashError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _CASES = 6
 """Searched on, and as many held out, when there is no more traffic than that."""
 _MOST_LAYERS = 24
+_MOST_JOBS = 256
 
 
 def register(app: typer.Typer) -> None:
@@ -68,8 +69,11 @@ def tune(
     from bywash.fabric.tune import Effort, tuning_json, tuning_text, values_text
     from bywash.fabric.tune import tune as run
 
+    if jobs is not None and not 1 <= jobs <= _MOST_JOBS:
+        raise ConfigError(f"--jobs {jobs}: must be 1 to {_MOST_JOBS}")
     writable(json_to, "--json", or_stdout=True)
     replaceable(out, "--out")
+    apart({"--json": json_to, "--out": out})
     effort = Effort(
         budget=budget, seed=seed, jobs=jobs or os.cpu_count() or 1, pause_budget=pause_budget, sending=sending
     )

@@ -8,7 +8,7 @@ import typer
 from bywash import __version__
 from bywash.cli import bench, bench_layer, bench_overflow, doctor, fabric, plan, report, run, trace
 from bywash.cli.output import OutputClosedError, drop_stdout, fill_closed_streams, printing
-from bywash.errors import BywashError
+from bywash.errors import BywashError, ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,6 +65,12 @@ def _run_app() -> int:
     except OSError as error:  # of typer's own printing, --help and --version: bywash's errors are its own
         drop_stdout()
         raise BywashError(str(error)) from error
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        raise ConfigError(  # installed read-only, by a user without a home: numba keeps compiled code in either
+            f"NUMBA_CACHE_DIR: {error}; set it to a directory that can be written"
+        ) from error
     except SystemExit as done:
         if done.code == _INTERRUPTED:
             print("bywash: interrupted", file=sys.stderr)

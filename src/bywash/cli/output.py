@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,31 @@ def replaceable(path: str | Path | None, flag: str) -> None:
     if path is not None and str(path) not in ("", ".") and os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError(f"{flag} {path}: is no regular file; give the name of a file")
     writable(path, flag)
+
+
+def apart(outputs: Mapping[str, str | Path | None]) -> None:
+    """Refuse options (flag to file) that name one file twice: what is written later would replace the rest.
+
+    None is no file. stdout and devices may be named more than once.
+    """
+    seen: dict[str, Path] = {}
+    for flag, path in outputs.items():
+        if path is None or str(path) == STDOUT:
+            continue
+        file = Path(path)
+        for other, theirs in seen.items():
+            if _is_same(file, theirs):
+                raise ConfigError(f"{flag} {path}: is {other} too; give it another name")
+        seen[flag] = file
+
+
+def _is_same(file: Path, other: Path) -> bool:
+    try:
+        if file.exists() and other.exists():
+            return file.is_file() and file.samefile(other)
+        return file.resolve() == other.resolve()
+    except (OSError, ValueError, RuntimeError):
+        return False  # whoever opens it will say what is wrong
 
 
 def write_json(path: str, data: dict[str, Any], flag: str = "--json") -> None:

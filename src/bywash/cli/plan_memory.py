@@ -23,7 +23,7 @@ def memory(
     tokens: Annotated[int, typer.Option(help="most tokens of a rank in a step")] = 4096,
     slots: Annotated[int, typer.Option(help="slots for foreign experts on each rank, shared by all layers")] = 4,
     capacity: Annotated[float, typer.Option(help="most rows of an expert at once, times the mean; 0 for no cap")] = 2.0,
-    alpha: Annotated[float, typer.Option(help=ALPHA_HELP)] = DEFAULT_ALPHA,
+    alpha: Annotated[float, typer.Option(help=ALPHA_HELP, show_default=False)] = DEFAULT_ALPHA,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     combine: Annotated[str, typer.Option(help="exact, stable or fast")] = "fast",
     json_file: Annotated[str | None, typer.Option("--json", help="write the buffers here; - prints them")] = None,

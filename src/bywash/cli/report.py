@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bywash.cli.output import printing, replaceable
+from bywash.cli.output import apart, printing, replaceable
 from bywash.errors import ConfigError
 
 
@@ -39,8 +39,7 @@ def report(
 
 def _check_apart(sources: list[Path], out: Path, dashboard: Path | None) -> None:
     """Refuse to write over what is read, or one file over the other."""
-    if dashboard is not None and dashboard.absolute() == out.absolute():
-        raise ConfigError(f"--dashboard {dashboard}: is --out too; give it another name")
+    apart({"--out": out, "--dashboard": dashboard})
     for flag, file in (("--out", out), ("--dashboard", dashboard)):
         if file is not None and file.exists() and any(one.exists() and one.samefile(file) for one in sources):
             raise ConfigError(f"{flag} {file}: is read here and would be overwritten; give another name")

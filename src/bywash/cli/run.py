@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import typer
 
 from bywash.cli.limits import ALPHA_HELP, DEFAULT_ALPHA, check_deadline, check_link
-from bywash.cli.output import STDOUT, printing, replaceable, writable, write_json
+from bywash.cli.output import STDOUT, apart, printing, replaceable, writable, write_json
 from bywash.cli.units import parse_link
 from bywash.errors import BywashError, ConfigError
 
@@ -215,6 +215,7 @@ def _check_request(request: RunRequest) -> None:
     writable(request.json, "--json", or_stdout=True)
     replaceable(request.trace, "--trace")
     writable(request.timeline, "--timeline")
+    apart({"--json": request.json, "--trace": request.trace, "--timeline": request.timeline})
 
 
 def _check_overflow(request: RunRequest) -> None:

@@ -23,6 +23,17 @@ _BUILDERS: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
     "file": (builders.graph_file, ("path",)),
 }
 
+_LINKS: dict[str, Callable[[Mapping[str, int]], int]] = {
+    "leaf-spine": lambda n: n["hosts"] + n["leaves"] * n["spines"] * n["links_per_pair"],
+    "fat-tree": lambda n: 3 * n["k"] ** 3 // 4,
+    "rail-optimised": lambda n: n["nics_per_server"] * (n["servers"] + n["spines"] * n["links_per_pair"]),
+    "ring": lambda n: n["switches"] * (1 + n["hosts_per_switch"]),
+    "mesh": lambda n: n["rows"] * n["columns"] * (2 + n["hosts_per_switch"]),
+    "single-switch": lambda n: n["hosts"],
+}
+MOST_LINKS = 1_000_000
+"""Beyond what any command gets through; a number with too many digits must not take the machine's memory."""
+
 
 def build_topology(file: TopologyFile, directory: Path = Path()) -> Topology:
     """Call the builder that a topology section names."""
@@ -42,6 +53,8 @@ def build_topology(file: TopologyFile, directory: Path = Path()) -> Topology:
     for name in given:
         if name not in known and name not in needed:
             raise ConfigError(f"topology.{name}: kind {file.kind} has no such field")
+    if file.kind in _LINKS and (links := _LINKS[file.kind](known | given)) > MOST_LINKS:
+        raise ConfigError(f"topology: {file.kind} of {links:,} links; at most {MOST_LINKS:,} are supported")
     if file.kind == "file":
         given["path"] = str(directory / given["path"])
     made = builder(**given)
@@ -83,7 +96,10 @@ def host_numbers(text: str | int | Sequence[int], hosts: int, where: str) -> lis
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if match is None:
                 raise ConfigError(f"{where} = {text!r}: must be host numbers such as 0-15")
-            chosen += range(int(match[1]), int(match[2] or match[1]) + 1)
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last >= hosts:
+                raise ConfigError(f"{where} = {text!r}: hosts are 0 to {hosts - 1}")
+            chosen += range(first, last + 1)
     if not chosen or max(chosen) >= hosts or min(chosen) < 0:
         raise ConfigError(f"{where} = {text!r}: hosts are 0 to {hosts - 1}")
     return chosen

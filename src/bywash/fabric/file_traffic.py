@@ -11,7 +11,7 @@ from bywash.fabric import traffic
 from bywash.fabric.file_topology import host_numbers
 from bywash.fabric.flow_file import load_flows
 from bywash.fabric.scenario import TrafficClass
-from bywash.fabric.schema import TrafficFile
+from bywash.fabric.schema import MOST_PHASES, TrafficFile
 from bywash.fabric.sending import with_sending
 from bywash.fabric.topology import Topology
 from bywash.fabric.traffic import Barrier, Flows
@@ -33,6 +33,8 @@ def build_traffic(
     Raises:
         ConfigError: a field is missing or its value wrong; the message starts with its path.
     """
+    if file.pace_by_counts and file.kind not in ("alltoall", "matrix"):
+        raise ConfigError(f"{where}.pace_by_counts: is for kinds alltoall and matrix; kind {file.kind} has no counts")
     klass = _class_number(file.traffic_class, classes, f"{where}.class")
     seed = file.seed if file.seed is not None else number
     try:
@@ -126,6 +128,10 @@ def _listed(rows: list[dict[str, float]], klass: int, where: str) -> Flows:
             raise ConfigError(
                 f"{where}.flows[{i}]: wants src, dst, bytes, and may have start_us, qp, phase, after; see {wrong[0]}"
             )
+        for name, value in row.items():
+            most = {"start_us": 8.2e6, "phase": MOST_PHASES}.get(name, traffic.MAX_FLOW_BYTES)
+            if not -1 <= value <= most or (name != "start_us" and value % 1):
+                raise ConfigError(f"{where}.flows[{i}].{name} = {value:g}: must be a whole number up to {most:g}")
     count = len(rows)
     return Flows(
         src_F=np.array([row["src"] for row in rows], np.int64),

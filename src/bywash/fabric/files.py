@@ -59,7 +59,7 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: such as a date that is none
         raise ConfigError(f"{file}: is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: must hold fields such as topology and traffic")
+        raise ConfigError(f"{file}: must hold fields, as the files of examples/ do; it is empty or something else")
     return {"name": file.stem} | data
 
 

@@ -128,9 +128,14 @@ def _drive(
             return "completed", (), seconds
         else:
             cycle = find_cycle(state)
-            if status == L.EMPTY:
+            if status == L.EMPTY and not _beyond_time(state):
                 return ("deadlock" if cycle else "stalled"), cycle, seconds
             return ("partial deadlock" if cycle else "time limit"), cycle, seconds
+
+
+def _beyond_time(state: State) -> bool:
+    """When no event is left: whether a QP waits for its pace, which will come after the last time there is."""
+    return bool((state.arrays["qp4"][:, L.STATE] == L.PACED).any())
 
 
 def _sizes(state: State) -> tuple[int, ...]:

@@ -3,11 +3,15 @@
 Called by `files`, `file_topology` and `file_traffic`, and by other readers of files with a topology in them.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bywash.errors import ConfigError
+
+Microseconds = Annotated[float, Field(ge=0, le=8.2e6)]
+"""The engine tells no later time."""
+MOST_PHASES = 100_000
 
 
 class _Strict(BaseModel):
@@ -51,23 +55,23 @@ class TrafficFile(_Strict):
     """`kind` and its settings: alltoall, incast, permutation, poisson, flows (a list or a CSV file) or matrix (CSV)."""
 
     kind: Literal["alltoall", "incast", "permutation", "poisson", "flows", "matrix"]
-    bytes: int | None = None
+    bytes: int | None = Field(default=None, ge=0, le=1 << 40)
     senders: str | int | list[int] | None = None
     receiver: int | None = None
-    start_us: float = 0.0
-    end_us: float | None = None
+    start_us: Microseconds = 0.0
+    end_us: Microseconds | None = None
     load: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0)
     schedule: Literal["at-once", "rotated", "staggered"] = "at-once"
     active: int = 1
-    step_us: float = 0.0
+    step_us: Microseconds = 0.0
     qps_per_pair: int = 1
     rate_gbps: float = 0.0
-    pace_by_counts: float = Field(default=0.0, ge=0)
+    pace_by_counts: float = Field(default=0.0, ge=0, le=100)
     traffic_class: int | str = Field(default=0, alias="class")
-    phase: int = 0
-    gap_us: float = 0.0
-    gaps_us: list[float] | None = None
+    phase: int = Field(default=0, ge=0, le=MOST_PHASES)
+    gap_us: Microseconds = 0.0
+    gaps_us: list[Microseconds] | None = None
     flows: list[dict[str, float]] | None = None
     path: str | None = None
 

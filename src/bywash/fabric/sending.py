@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bywash.errors import ConfigError
-from bywash.fabric.traffic import NO_FLOW, Flows
+from bywash.fabric.traffic import LEAST_GBPS, NO_FLOW, Flows
 
 
 def with_sending(
@@ -47,6 +47,8 @@ def with_sending(
 def by_counts(flows: Flows, gbps_H: ArrayLike, factor: float) -> Flows:
     """Every message capped at `factor` times its share of its receiver's link, phase by phase; background as it is.
 
+    No cap is below `LEAST_GBPS`.
+
     Example: host 0 (400 Gb/s) is due 3 MB from host 1 and 1 MB from host 2. With factor 1 they are sent at 300 and
     100 Gb/s, and both end after 80 us.
 
@@ -61,7 +63,7 @@ def by_counts(flows: Flows, gbps_H: ArrayLike, factor: float) -> Flows:
     np.add.at(due_bytes_PH, place, flows.bytes_F[front])
     cap_F = np.zeros(flows.count)
     line_gbps_F = np.asarray(gbps_H, np.float64)[flows.dst_F[front]]
-    cap_F[front] = factor * line_gbps_F * flows.bytes_F[front] / due_bytes_PH[place]
+    cap_F[front] = np.maximum(LEAST_GBPS, factor * line_gbps_F * flows.bytes_F[front] / due_bytes_PH[place])
     return _capped(flows, cap_F)
 
 

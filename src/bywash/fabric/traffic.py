@@ -29,6 +29,8 @@ IntArray = NDArray[np.int64]
 PS_PER_US = 1_000_000
 NO_FLOW = -1
 MAX_FLOW_BYTES = 1 << 40
+LEAST_GBPS = 1e-3
+"""Of a pace: packets that are seconds apart lie beyond the time that the engine can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,7 +123,7 @@ def _check(flows: Flows) -> None:
         ("qp_F", (flows.qp_F < 0) | (flows.qp_F >= 1 << 16), "must be from 0 to 65535"),
         ("phase_F", flows.phase_F < 0, "must be 0 or more"),
         ("after_F", (flows.after_F < NO_FLOW) | (flows.after_F >= index_F), "must be an earlier flow, or -1"),
-        ("rate_gbps_F", ~(flows.rate_gbps_F >= 0), "must be 0 or more"),
+        ("rate_gbps_F", ~_can_pace(flows.rate_gbps_F), f"must be 0 for none, or from {LEAST_GBPS:g}"),
     )
     for name, wrong, law in laws:
         if wrong.any():
@@ -139,6 +141,10 @@ def _check(flows: Flows) -> None:
         raise ConfigError("traffic.gap_ps_P: must be 0 or more")
     if flows.barrier not in ("host", "server", "global"):
         raise ConfigError(f"traffic.barrier = {flows.barrier!r}: must be host, server or global")
+
+
+def _can_pace(gbps_F: NDArray[np.float64]) -> NDArray[np.bool_]:
+    return np.asarray((gbps_F == 0) | ((gbps_F >= LEAST_GBPS) & np.isfinite(gbps_F)))
 
 
 def join(parts: Sequence[Flows], barrier: Barrier | None = None) -> Flows:
@@ -284,6 +290,8 @@ def poisson(
     """Background load: flows of one size between random pairs, Poisson arrivals, `load` of each host's `gbps`."""
     if not 0 < load < 1:
         raise ConfigError(f"traffic.load = {load:g}: must be between 0 and 1")
+    if bytes_per_flow < 1:
+        raise ConfigError(f"traffic.bytes = {bytes_per_flow}: must be at least 1")
     per_us = load * gbps * 1e3 / 8 / bytes_per_flow * hosts
     rng = np.random.default_rng(seed)
     count = int(rng.poisson(per_us * end_us))

@@ -130,8 +130,8 @@ class SendingValues(_Strict):
     """
 
     active: int = Field(default=0, ge=0)
-    pace_gbps: float = Field(default=0.0, ge=0)
-    pace_by_counts: float = Field(default=0.0, ge=0)
+    pace_gbps: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    pace_by_counts: float = Field(default=0.0, ge=0, le=100)
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

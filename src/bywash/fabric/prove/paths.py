@@ -16,11 +16,17 @@ from bywash.fabric.topology import Topology
 def prove_paths(topology: Topology, paths: Sequence[Sequence[str]], priority: int = 3) -> Cycle | None:
     """A cycle of buffers that these paths make, or None. A path names hosts and switches, from host to host.
 
-    Between parallel links any may be taken, so all are. Raises `ConfigError` where a step has no live link.
+    Between parallel links any may be taken, so all are. Raises `ConfigError` where a step has no live link, or a path
+    does not go from host to host.
     """
     waits: dict[tuple[int, int], int] = {}
+    ends = {node.name for node in topology.nodes[: topology.hosts]}
     for number, path in enumerate(paths):
         ports = [_ports(topology, a, b, f"path[{number}]") for a, b in pairwise(path)]
+        if len(path) < 3 or not {path[0], path[-1]} <= ends:
+            raise ConfigError(
+                f"path[{number}] = {','.join(path)!r}: must go from a host over switches to a host, as host0,sw0,host1"
+            )
         for before, after in pairwise(ports):
             for one in before:
                 for other in after:
