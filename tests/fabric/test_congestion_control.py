@@ -21,6 +21,7 @@ from bywash.fabric import (
     simulate,
     single_switch,
 )
+from bywash.fabric.naive import run_naive
 from bywash.fabric.profiles import profile
 
 NS3 = profile("ns3-hpcc")
@@ -183,3 +184,21 @@ def test_a_queue_pair_takes_the_pace_of_each_message():
     took_us = (result.arrived_ps_F - result.start_ps_F) / 1e6
     expected = 1000 * 1048 * 8 / (np.where(paces > 0, paces, 100.0) * 1e3)
     assert took_us == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(("variant", "cnp"), [("paper", "packet"), ("ns3", "ack-bit")])
+def test_a_cut_never_raises_a_paced_rate_to_the_least_rate(variant, cnp):
+    """The least rate, 2 Gb/s, is above the pace of 0.5 of a flow whose packets are marked among those of others."""
+    flows = Flows(
+        src_F=np.array([1, 2, 3]),
+        dst_F=np.zeros(3),
+        bytes_F=np.array([100_000, 1_500_000, 1_500_000]),
+        rate_gbps_F=np.array([0.5, 0.0, 0.0]),
+    )
+    nic = NicConfig(dcqcn=DcqcnConfig(variant=variant, cnp=cnp, min_mbps=2000.0))
+    switch = SwitchConfig(ecn=EcnConfig(kmin_bytes=0, kmax_bytes=2_000))
+    scenario = Scenario(topology=single_switch(hosts=4), flows=flows, switch=switch, nic=nic)
+    result = simulate(scenario)
+    assert result.cnps > 0
+    assert result.arrived_ps_F[0] / 1e6 >= 0.98 * 100_000 * 8 / 0.5e3
+    assert [flow.arrived for flow in run_naive(scenario).flows] == result.arrived_ps_F.tolist()

@@ -98,7 +98,7 @@ def catch_up(qp, qpf, qc, qcf, q, now, par, parf):
             _alpha_to(qp, qpf, qc, qcf, q, decrease, par, parf)
             if qc[q, T_STAGE] != 0:
                 qcf[q, TARGET_F] = qpf[q, RATE_F]
-            qpf[q, RATE_F] = max(parf[R_MIN], qpf[q, RATE_F] * (1.0 - qcf[q, ALPHA_F] / 2.0))
+            qpf[q, RATE_F] = max(min(parf[R_MIN], qcf[q, MAX_RATE_F]), qpf[q, RATE_F] * (1.0 - qcf[q, ALPHA_F] / 2.0))
             qc[q, T_STAGE] = 0
             qc[q, BITS] &= ~CUT_BIT
             qc[q, NEXT_INC] = decrease + par[P_TIMER_PS]
@@ -139,7 +139,7 @@ def on_cnp(qp, qpf, qc, qcf, q, now, par, parf):
     else:
         _alpha_to(qp, qpf, qc, qcf, q, now, par, parf)
         qcf[q, TARGET_F] = qpf[q, RATE_F]
-        qpf[q, RATE_F] = max(parf[R_MIN], qpf[q, RATE_F] * (1.0 - qcf[q, ALPHA_F] / 2.0))
+        qpf[q, RATE_F] = max(min(parf[R_MIN], qcf[q, MAX_RATE_F]), qpf[q, RATE_F] * (1.0 - qcf[q, ALPHA_F] / 2.0))
         qcf[q, ALPHA_F] = (1.0 - parf[R_G]) * qcf[q, ALPHA_F] + parf[R_G]
         qc[q, NEXT_ALPHA] = now + par[P_ALPHA_PS]
         qc[q, NEXT_INC] = now + par[P_TIMER_PS]

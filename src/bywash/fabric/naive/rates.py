@@ -17,7 +17,7 @@ def congested(net: Network, qp: Sender) -> None:
     d = net.s.nic.dcqcn
     if d.variant == "paper":
         qp.target = qp.rate
-        qp.rate = max(d.min_mbps / 1e3, qp.rate * (1.0 - qp.alpha / 2.0))
+        qp.rate = max(min(d.min_mbps / 1e3, qp.most), qp.rate * (1.0 - qp.alpha / 2.0))
         qp.alpha = (1.0 - d.g) * qp.alpha + d.g
         qp.t_stage = qp.b_stage = 0
         qp.b_left = d.byte_counter
@@ -52,7 +52,7 @@ def tick(net: Network, time: int, qp: Sender, what: str) -> None:
     elif qp.cut_bit:
         if qp.t_stage != 0:
             qp.target = qp.rate
-        qp.rate = max(d.min_mbps / 1e3, qp.rate * (1.0 - qp.alpha / 2.0))
+        qp.rate = max(min(d.min_mbps / 1e3, qp.most), qp.rate * (1.0 - qp.alpha / 2.0))
         qp.t_stage, qp.cut_bit = 0, False
         _set_timer(net, qp, "increase", time + round(d.timer_us * 1e6))
 
