@@ -59,7 +59,7 @@ def count_bytes(rank, ranks, store, deadline_s, *, way, tokens, steps):
 
     step(0)
     group.share("warm", "warming up")
-    before, said = counters(), exchange.traffic.host_bytes or 0
+    before, again, said = counters(), segments_again(), exchange.traffic.host_bytes or 0
     for number in range(1, steps + 1):
         x, routing = batch(rank, number, tokens)
         torch.testing.assert_close(step(number), 2 * x * routing.weights_TK.sum(dim=1, keepdim=True))
@@ -71,6 +71,7 @@ def count_bytes(rank, ranks, store, deadline_s, *, way, tokens, steps):
         "name": name,
         "bytes": after[0] - before[0],
         "packets": after[1] - before[1],
+        "again": segments_again() - again,
         "said": (exchange.traffic.host_bytes or 0) - said,
     }
 

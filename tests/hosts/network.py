@@ -16,6 +16,8 @@ import pytest
 VETH, RELAYED = "net0", "net1"
 HEADERS_BYTES = 14 + 20 + 32
 """Ethernet, IPv4 and TCP with timestamps, of each packet that the counters count."""
+SEGMENT_BYTES = 1448
+"""Payload of a full packet."""
 
 
 def why_not():
