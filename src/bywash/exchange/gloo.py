@@ -43,12 +43,9 @@ class GlooExchange(Exchange):
 
     def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
         """See `Exchange.counts`."""
-        gathered = torch.empty(self.ranks, counts_E.size, dtype=torch.int32)
-        with self.group.blame("gathering counts"):
-            parts, mine = list(gathered.unbind(0)), torch.from_numpy(counts_E)
-            self.group.end(dist.all_gather(parts, mine, group=self._torch, async_op=True))
+        counts_RE = self.group.gather_counts(counts_E)
         self.traffic.wire_bytes += (self.ranks - 1) * counts_E.nbytes
-        return gathered.numpy()
+        return counts_RE
 
     def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
         """See `Exchange.dispatch_start`."""

@@ -17,7 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from bywash.errors import BywashError, ConfigError, ExchangeError, PlanMismatchError, RankLostError
 from bywash.exchange.host_map import HostMap
@@ -156,6 +159,18 @@ class Group:
             found = self.verdict(f"{during} (waited {waited:.1f} s of {self.deadline_s:g} s)")
             self.tell(found)
             raise found from error
+
+    def gather_counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Every rank's counts, int32 [R, E]. Every rank calls.
+
+        Raises:
+            RankLostError: a rank is lost.
+        """
+        gathered = torch.empty(self.ranks, counts_E.size, dtype=torch.int32)
+        with self.blame("gathering counts"):
+            parts, mine = list(gathered.unbind(0)), torch.from_numpy(counts_E)
+            self.end(dist.all_gather(parts, mine, group=self.process_group, async_op=True))
+        return gathered.numpy()
 
     def end(self, work: dist.Work | None) -> None:
         """Wait for a collective, to the deadline, which the process group need not share. Inside `blame`.

@@ -31,10 +31,11 @@ from bywash.exchange.host_map import HostMap
 from bywash.exchange.inner_leg import InnerLeg
 from bywash.exchange.names import Combine
 from bywash.exchange.node_due import Due, due_by_host, due_words
-from bywash.exchange.node_header import DTYPES, Header
+from bywash.exchange.node_header import Header
 from bywash.exchange.node_leg import Message, NodeLeg, Transfer
 from bywash.exchange.node_rows import NodeRows, Outputs
 from bywash.exchange.node_schedule import NodeSchedule
+from bywash.exchange.rows import DTYPES
 from bywash.routing import Routing
 
 

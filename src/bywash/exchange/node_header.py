@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bywash.errors import ConfigError, PlanMismatchError
+from bywash.exchange.rows import shape_text
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIXED = 5
 """Words before the counts."""
 
@@ -67,9 +67,5 @@ class Header:
             )
         if theirs.shape != self.shape:
             raise ConfigError(
-                f"rank {rank} sends rows of {_shape_text(theirs.shape)}; rank {here} has {_shape_text(self.shape)}"
+                f"rank {rank} sends rows of {shape_text(theirs.shape)}; rank {here} has {shape_text(self.shape)}"
             )
-
-
-def _shape_text(shape: tuple[int, int, int]) -> str:
-    return f"hidden {shape[0]}, top-{shape[1]}, {DTYPES[shape[2]]}"

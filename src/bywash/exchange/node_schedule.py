@@ -24,7 +24,8 @@ from bywash.errors import ConfigError
 
 Schedule = Literal["together", "rotated", "staggered", "paced", "by-counts"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-_TIMED = ("staggered", "paced", "by-counts")
+RATED = ("staggered", "paced", "by-counts")
+"""Those that have to be told the rate of a host's link."""
 _IN_PIECES = ("paced", "by-counts")
 PIECE_S = 80e-6
 LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 16 << 10, 256 << 10
@@ -58,7 +59,7 @@ class NodeSchedule:
         match = next((known for known in SCHEDULES if known == name), None)
         if match is None:
             raise ConfigError(f"--node-schedule {text}: choose one of {', '.join(SCHEDULES)}")
-        if match not in _TIMED:
+        if match not in RATED:
             if colon:
                 raise ConfigError(f"--node-schedule {text}: {match} takes no rate")
             return cls(name=match)

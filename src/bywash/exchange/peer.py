@@ -9,7 +9,6 @@ Shapes: T tokens, K experts per token, D hidden, R ranks, E experts, N rows rece
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,12 +53,9 @@ class PeerExchange(Exchange):
     def counts(self, counts_E: NDArray[np.int32]) -> NDArray[np.int32]:
         """See `Exchange.counts`. Counts that are on the host already go through the group, not through the device."""
         self._raise_if_dead()
-        gathered = torch.empty(self.ranks, counts_E.size, dtype=torch.int32)
-        with self._group.blame("gathering counts"):
-            parts, mine = list(gathered.unbind(0)), torch.from_numpy(counts_E)
-            self._group.end(dist.all_gather(parts, mine, group=self._group.process_group, async_op=True))
+        counts_RE = self._group.gather_counts(counts_E)
         self.traffic.wire_bytes += (self.ranks - 1) * counts_E.nbytes
-        return gathered.numpy()
+        return counts_RE
 
     def dispatch_start(self, x_TD: Tensor, routing: Routing, plan: StepPlan) -> Handle:
         """See `Exchange.dispatch_start`."""

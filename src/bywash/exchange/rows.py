@@ -18,6 +18,14 @@ from bywash.routing import Routing
 Ids: TypeAlias = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of rows, by the number that a header has for them."""
+
+
+def shape_text(shape: tuple[int, int, int]) -> str:
+    """Hidden size, top-k and number of the dtype, in words."""
+    return f"hidden {shape[0]}, top-{shape[1]}, {DTYPES[shape[2]]}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendList:

@@ -27,10 +27,10 @@ from bywash.exchange.link import Links
 from bywash.exchange.mixed import add_mixed, mixed_outputs, mixed_rows_per_rank, outputs_per_row, read_ids, wire_ids
 from bywash.exchange.names import Combine
 from bywash.exchange.ordered_sum import OrderedSum
-from bywash.exchange.rows import pairs_per_rank, send_lists
+from bywash.exchange.rows import DTYPES, pairs_per_rank, send_lists, shape_text
 from bywash.exchange.shm_endpoint import SIGNAL_BYTES, ShmEndpoint
 from bywash.exchange.shm_layout import GENERATIONS, Header, Message, RowsHeap, RowsLayout, round_up_tokens
-from bywash.exchange.shm_step import DTYPES, Step, check_outputs, pair_places, pair_slots, partial_slots, shape_text
+from bywash.exchange.shm_step import Step, check_outputs, pair_places, pair_slots, partial_slots
 from bywash.routing import Routing
 
 

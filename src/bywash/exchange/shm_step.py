@@ -7,18 +7,14 @@ flags and no peers. `shm.ShmExchange` and `inner_leg` call it.
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from bywash.balance import StepPlan
 from bywash.errors import ConfigError
 from bywash.exchange.base import Received
-from bywash.exchange.rows import SendList
+from bywash.exchange.rows import DTYPES, SendList
 from bywash.exchange.shm_layout import RowsHeap
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of rows, by the number that a header has for them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,11 +54,6 @@ class Step:
     def shape(self) -> tuple[int, int, int]:
         """Hidden size, top-k and the number of the dtype: equal on all ranks."""
         return self.x_TD.shape[1], self.weights_TK.shape[1], DTYPES.index(self.x_TD.dtype)
-
-
-def shape_text(shape: tuple[int, int, int]) -> str:
-    """Of a step, in words."""
-    return f"hidden {shape[0]}, top-{shape[1]}, {DTYPES[shape[2]]}"
 
 
 def check_outputs(step: Step, y_MD: Tensor, pairs: int) -> None:

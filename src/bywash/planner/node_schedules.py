@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bywash.errors import ConfigError
+from bywash.exchange.node_schedule import RATED
 from bywash.fabric import Scenario, simulate
 from bywash.fabric.profiles import Profile
 from bywash.fabric.scenario import RoutingConfig, RunConfig
@@ -25,8 +26,6 @@ NODE_SCHEDULES: dict[str, Schedule] = {
     "by-counts": "by-counts",
 }
 """The exchange's schedules by their names there, and what the simulator calls them."""
-RATED = ("staggered", "paced", "by-counts")
-"""Those to which the exchange has to be told the rate of a host's link."""
 MARGIN = 1.02
 """`together` needs no rate and no clock: another schedule must be this much faster to be worth it."""
 

@@ -18,7 +18,8 @@ from bywash.planner.common_home import common_placement
 from bywash.planner.cost import GroupCost
 from bywash.planner.group import placements
 from bywash.planner.model import ModelShape
-from bywash.planner.network import Sent, Simulated
+from bywash.planner.network import Simulated
+from bywash.planner.refine import sent_of
 from bywash.planner.replay import Replay, replay
 from bywash.planner.sample import Sample, make_sample
 from bywash.planner.search import SearchResult, search
@@ -26,7 +27,6 @@ from bywash.planner.sendings import TriedSending, node_schedule
 from bywash.planner.settings import FabricChoice, choose_settings, make_network
 from bywash.planner.target import Target, Workload
 from bywash.planner.tasks import Progress
-from bywash.planner.wire import layer_bytes_of
 from bywash.routing.trace import RoutingTrace
 
 MICRO_BATCH = 2
@@ -115,7 +115,7 @@ def make_plan(
     problem = Problem(model=model, sample=sample, workload=workload, target=target, network=network, ports=ports)
     result = search(cluster, problem, jobs=jobs, progress=progress)
     groups = _groups(problem, result)
-    fabric = _fabric(cluster, model, groups, progress) if network is not None and groups else None
+    fabric = _fabric(cluster, groups, progress) if network is not None and groups else None
     return Plan(
         cluster=cluster,
         model=model,
@@ -128,18 +128,12 @@ def make_plan(
     )
 
 
-def _fabric(
-    cluster: Cluster, model: ModelShape, groups: Sequence[PlannedGroup], progress: Progress | None
-) -> FabricChoice:
+def _fabric(cluster: Cluster, groups: Sequence[PlannedGroup], progress: Progress | None) -> FabricChoice:
     """Switch settings on one layer of prefill of all groups that leave their hosts."""
     if progress is not None:
         progress("switch settings", 0, 1)
-    sent = []
-    for one in groups:
-        sending = one.outcome.candidate.sending
-        if one.cost.traffic is not None and sending is not None:
-            tokens = float(one.cost.tokens_of("prefill", 0))
-            sent.append(Sent(layers=layer_bytes_of(model, one.cost.traffic, tokens), sending=sending))
+    leaving = [one for one in groups if one.cost.traffic is not None and one.outcome.candidate.sending is not None]
+    sent = [sent_of(one.cost, "prefill", one.outcome) for one in leaving]
     chosen = choose_settings(cluster, sent)
     if progress is not None:
         progress("switch settings", 1, 1)

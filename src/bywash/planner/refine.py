@@ -196,7 +196,7 @@ def _together(problem: Problem, winner: Deployment, simulated: Runs) -> Deployme
     assert problem.network is not None
     costs = [GroupCost.of(problem, one.candidate.group, one.candidate.way) for one in groups]
     for phase in ("decode", "prefill"):
-        sent = [_sent(cost, phase, one) for cost, one in zip(costs, groups)]
+        sent = [sent_of(cost, phase, one) for cost, one in zip(costs, groups)]
         for one, (dispatch, combine) in zip(groups, problem.network.simulate_together(sent)):
             key = one.candidate.group.hosts, phase
             alone = simulated[key]
@@ -212,7 +212,8 @@ def _together(problem: Problem, winner: Deployment, simulated: Runs) -> Deployme
     return within_target(changed, problem)
 
 
-def _sent(cost: GroupCost, phase: str, outcome: Outcome) -> Sent:
+def sent_of(cost: GroupCost, phase: str, outcome: Outcome) -> Sent:
+    """What a group of several hosts sends in a step, in the way that was chosen for it."""
     assert cost.traffic is not None
     assert outcome.candidate.sending is not None
     tokens = float(cost.tokens_of(phase, outcome.candidate.sequences))
